@@ -1,0 +1,104 @@
+"""One immutable record per step, and the stream that carries them to consumers without ever waiting for one."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+StepKind = Literal["prefill", "decode", "mixed", "idle"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Times of one sequence in seconds on the engine's monotonic clock; None where it never got so far.
+
+    TTFT = first_token - arrival; TPOT = (last_token - first_token) / (n - 1); E2E = last_token - arrival
+    = TTFT + TPOT x (n - 1); queue = first_scheduled - arrival; prefill = first_token - first_scheduled.
+    """
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSequence:
+    """A sequence that ended in this step, with all that the latency metrics need."""
+
+    request_id: str
+    index: int  # which of the request's n samples
+    reason: str  # a FinishReason's value
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens found in the prefix cache when it was first scheduled
+    output_tokens: int
+    preemptions: int
+    timing: RequestTiming
+    token_times: tuple[float, ...] = field(default=(), repr=False)  # when each output token reached the host
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """What one step did. Counts are of this step; running, waiting and blocks are the state after it."""
+
+    step: int
+    time: float  # seconds on the engine's monotonic clock, after the sampled ids reached the host
+    kind: StepKind
+    running: int
+    waiting: int
+    prefill_tokens: int
+    decode_tokens: int
+    cached_tokens: int  # prompt tokens that sequences scheduled for the first time found in the cache
+    prompt_tokens: int  # prompt tokens of those same sequences: the denominator of the hit ratio
+    blocks_active: int
+    blocks_cached: int
+    blocks_free: int
+    evictions: int
+    preemptions: int
+    emitted: tuple[tuple[str, int], ...]  # (request id, new tokens)
+    finished: tuple[FinishedSequence, ...]
+    schedule_ms: float
+    device_ms: float
+    step_ms: float
+    used_graph: bool = False
+
+
+class Subscription:
+    """A consumer's own queue of events. Safe to fill in one thread and drain in another."""
+
+    def __init__(self, maxlen: int | None) -> None:
+        self._queue: deque[StepEvent] = deque(maxlen=maxlen)
+        self.dropped = 0
+
+    def push(self, event: StepEvent) -> None:
+        if self._queue.maxlen is not None and len(self._queue) == self._queue.maxlen:
+            self.dropped += 1
+        self._queue.append(event)
+
+    def drain(self) -> list[StepEvent]:
+        """Remove and return all events that are waiting, oldest first."""
+        events = []
+        while self._queue:
+            events.append(self._queue.popleft())
+        return events
+
+
+class EventStream:
+    """Fans each StepEvent out to the subscriptions; a slow consumer with a bounded queue loses its oldest events."""
+
+    def __init__(self) -> None:
+        self._subscriptions: list[Subscription] = []
+
+    def subscribe(self, maxlen: int | None = None) -> Subscription:
+        subscription = Subscription(maxlen)
+        self._subscriptions.append(subscription)
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        self._subscriptions.remove(subscription)
+
+    def publish(self, event: StepEvent) -> None:
+        for subscription in self._subscriptions:
+            subscription.push(event)
