@@ -1,0 +1,295 @@
+"""Which sequences run in the next step, with how many tokens: admission, chunked prefill, decode, preemption.
+
+There is no prefill phase and no decode phase: every sequence has a number of tokens and a cursor of computed ones,
+and a step moves cursors towards the ends. With overlap, `schedule()` for step N + 1 runs before `postprocess()` for
+step N; nothing here knows which, because the cursor moves at scheduling and the device runs steps in order.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nanoinfer.config import SchedulePolicy
+from nanoinfer.engine.batch import NewSequence, ScheduledBatch, StepResult
+from nanoinfer.engine.block_manager import BlockManager, PrefixMatch
+from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A step while it is decided and while it runs; the lists are those of ScheduledBatch, which shares them."""
+
+    time: float
+    sequences: list[Sequence] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    new_blocks: list[tuple[int, int]] = field(default_factory=list)
+    num_decodes: int = 0
+    ended: list[Sequence] = field(default_factory=list)  # finished while scheduling: the pool has no room for them
+    prefill_tokens: int = 0
+    prompt_tokens: int = 0  # of the sequences scheduled for the first time
+    cached_tokens: int = 0  # how many of those the prefix cache had
+    preemptions: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sequences
+
+    def to_batch(self, number: int) -> ScheduledBatch:
+        return ScheduledBatch(
+            step=number,
+            new_sequences=self.new_sequences,
+            new_blocks=self.new_blocks,
+            rows=self.rows,
+            starts=self.starts,
+            counts=self.counts,
+            samples=self.samples,
+            num_decodes=self.num_decodes,
+        )
+
+
+class Scheduler:
+    """First come, first served, under four budgets: sequences, tokens per step, blocks, and tokens per sequence."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_prefill_chunk: int | None = None,
+        policy: SchedulePolicy = "mixed",
+    ) -> None:
+        assert max_num_batched_tokens >= max_num_seqs, (max_num_batched_tokens, max_num_seqs)
+        self.block_manager = block_manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_prefill_chunk = max_prefill_chunk or max_num_batched_tokens
+        self.policy = policy
+        self.waiting: deque[Sequence] = deque()  # in order of arrival; preempted sequences come back to the front
+        self.running: list[Sequence] = []  # in order of arrival
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def unfinished(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    # -- scheduling ------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> ScheduledStep:
+        """Decide the next step and move the cursors of its sequences; the step is empty if nothing can run now.
+
+        `now` is on the engine's clock, in seconds, as in the methods below.
+        """
+        step = ScheduledStep(time=now)
+        if self.policy == "mixed":
+            self._schedule_decodes(step)
+            self._schedule_prefills(step, self.max_num_batched_tokens - step.num_decodes)
+        else:
+            self._schedule_prefills(step, self.max_num_batched_tokens)
+            if step.is_empty:
+                self._schedule_decodes(step)
+        return step
+
+    def _schedule_decodes(self, step: ScheduledStep) -> None:
+        """Give every decoding sequence its one token, oldest first."""
+        block_size = self.block_manager.block_size
+        i = 0
+        while i < len(self.running):
+            seq = self.running[i]
+            position = seq.num_computed_tokens
+            # Inlined is_decoding, and not at its end with only the last token's id still to arrive.
+            if position < seq.prompt_len or seq.num_tokens - position != 1 or seq.num_tokens >= seq.max_tokens:
+                i += 1
+                continue
+            if position == len(seq.block_table) * block_size:
+                if self.block_manager.num_free_blocks == 0 and not self._make_room(seq, step):
+                    # Gone from `running`, or waiting for its last token to arrive before it ends.
+                    i += seq.status is SequenceStatus.RUNNING
+                    continue
+                step.new_blocks.append((seq.row, self.block_manager.append_block(seq)))
+            step.sequences.append(seq)
+            step.rows.append(seq.row)
+            step.starts.append(position)
+            seq.num_computed_tokens = position + 1
+            seq.num_tokens += 1
+            i += 1
+        step.num_decodes = len(step.sequences)
+        step.counts.extend([1] * step.num_decodes)
+        step.samples.extend([True] * step.num_decodes)
+
+    def _make_room(self, seq: Sequence, step: ScheduledStep) -> bool:
+        """Free a block for `seq` by preempting the newest running sequences; False if `seq` cannot have one."""
+        while self.block_manager.num_free_blocks == 0:
+            newest = self.running[-1]
+            if newest is not seq:
+                self._preempt(newest, step)
+            elif len(self.running) > 1:
+                self._preempt(seq, step)
+                return False
+            else:
+                # Alone in the pool and it is full: no retry could ever help. Its last token may be on its way.
+                if not seq.has_token_in_flight:
+                    self._end_at_capacity(seq, step)
+                return False
+        return True
+
+    def _end_at_capacity(self, seq: Sequence, step: ScheduledStep) -> None:
+        blocks = self.block_manager
+        seq.error = (
+            "capacity",
+            f"the KV pool ({blocks.num_blocks} blocks of {blocks.block_size} tokens) is full after {seq.num_tokens} "
+            "tokens of this sequence alone; give it more memory or lower max_tokens.",
+        )
+        self.finish(seq, FinishReason.ERROR, step.time)
+        step.ended.append(seq)
+
+    def _preempt(self, seq: Sequence, step: ScheduledStep) -> None:
+        self._put_back(seq)
+        seq.num_preemptions += 1
+        step.preemptions += 1
+
+    def _put_back(self, seq: Sequence) -> None:
+        self._release(seq)
+        self.running.remove(seq)
+        seq.status = SequenceStatus.WAITING
+        self.waiting.appendleft(seq)
+
+    def _schedule_prefills(self, step: ScheduledStep, budget: int) -> None:
+        """Spend `budget` tokens on prefill chunks: running sequences that are half-way first, then waiting ones."""
+        for seq in self.running:
+            if budget and not seq.is_decoding:
+                budget -= self._schedule_chunk(seq, step, budget)
+        # A step that had to preempt has no room for newcomers, least of all for those that it has just put out.
+        skipped = []
+        while budget and self.waiting and self._free_rows and not step.preemptions:
+            seq = self.waiting.popleft()
+            # A sequence preempted a moment ago needs its last token's id before it can be computed again.
+            match = None if seq.has_token_in_flight else self.block_manager.match_prefix(seq)
+            if match is None or match.awaits_block:
+                skipped.append(seq)
+            elif not self._fits(match):
+                skipped.append(seq)
+                break
+            else:
+                self._admit(seq, match, step)
+                budget -= self._schedule_chunk(seq, step, budget)
+        self.waiting.extendleft(reversed(skipped))
+
+    def _fits(self, match: PrefixMatch) -> bool:
+        """Whether a newcomer's blocks are free, with one to spare for each running sequence.
+
+        Without the spare blocks a preempted sequence would come back at once, only to be put out again.
+        """
+        return match.free_blocks_needed + len(self.running) <= self.block_manager.num_free_blocks
+
+    def _admit(self, seq: Sequence, match: PrefixMatch, step: ScheduledStep) -> None:
+        self.block_manager.allocate(seq, match)
+        seq.status = SequenceStatus.RUNNING
+        seq.row = self._free_rows.pop()
+        insort(self.running, seq, key=lambda other: other.arrival_order)
+        if seq.first_scheduled_time is None:
+            seq.first_scheduled_time = step.time
+            seq.num_cached_tokens = seq.num_computed_tokens
+            step.prompt_tokens += seq.prompt_len
+            step.cached_tokens += seq.num_computed_tokens
+        step.new_sequences.append(
+            NewSequence(
+                row=seq.row,
+                token_ids=list(seq.token_ids),
+                prompt_len=seq.prompt_len,
+                block_table=list(seq.block_table),
+                sampling=seq.sampling,
+                seed=seq.seed,
+                stop_token_ids=tuple(sorted(seq.stop_token_ids)),
+            )
+        )
+
+    def _schedule_chunk(self, seq: Sequence, step: ScheduledStep, budget: int) -> int:
+        """Schedule the next tokens of `seq` within its budget; samples only if they are the last. Returns how many."""
+        count = min(seq.num_uncomputed_tokens, budget, self.max_prefill_chunk)
+        completes = count == seq.num_uncomputed_tokens
+        step.sequences.append(seq)
+        step.rows.append(seq.row)
+        step.starts.append(seq.num_computed_tokens)
+        step.counts.append(count)
+        step.samples.append(completes)
+        seq.num_computed_tokens += count
+        seq.num_tokens += completes
+        step.prefill_tokens += count
+        return count
+
+    # -- after the step --------------------------------------------------------------------------------------------
+
+    def postprocess(self, step: ScheduledStep, result: StepResult, now: float) -> list[Sequence]:
+        """Take in what a step sampled: append tokens, publish full blocks, finish sequences at their end.
+
+        Returns the sequences that got a token, in the order of `result.token_ids` but without those that ended
+        (by a stop, an abort) while the step was under way.
+        """
+        block_size = self.block_manager.block_size
+        num_sampled = 0
+        grown = []
+        for i, seq in enumerate(step.sequences):
+            token_id = None
+            if step.samples[i]:
+                token_id = result.token_ids[num_sampled]
+                logprobs = result.logprobs[num_sampled] if result.logprobs else None
+                num_sampled += 1
+            if seq.status is SequenceStatus.FINISHED:
+                continue
+            end = step.starts[i] + step.counts[i]
+            # A preempted sequence has lost its blocks, but a token sampled before that is as good as any.
+            if end // block_size > seq.num_published_blocks and seq.status is SequenceStatus.RUNNING:
+                self.block_manager.publish(seq, end)
+            if token_id is None:
+                continue
+            seq.token_ids.append(token_id)
+            seq.token_times.append(now)
+            if logprobs is not None:
+                seq.logprobs.append(logprobs)
+            grown.append(seq)
+            if token_id in seq.stop_token_ids and seq.num_output_tokens >= seq.sampling.min_tokens:
+                seq.stop_reason = token_id
+                self.finish(seq, FinishReason.STOP, now)
+            elif len(seq.token_ids) >= seq.max_tokens:
+                self.finish(seq, FinishReason.LENGTH, now)
+        return grown
+
+    def finish(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+        """End a sequence in any state and release all that it holds: the one way out for stops, aborts and errors."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._release(seq)
+            self.running.remove(seq)
+        elif seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.finished_time = now
+
+    def rewind(self) -> None:
+        """Put every running sequence back into `waiting`, after steps under way were lost (an interrupt, a failure).
+
+        What the lost steps were to compute is computed again; nothing unfinished was published.
+        """
+        while self.running:
+            self._put_back(self.running[-1])
+        for seq in self.waiting:
+            seq.num_tokens = len(seq.token_ids)
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.free(seq)
+        self._free_rows.append(seq.row)
+        seq.row = -1
