@@ -84,7 +84,7 @@ def test_tokens_do_not_depend_on_the_schedule(
 @SETTINGS
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), st.integers(2, 6), engine_options())
 def test_samples_of_one_request_equal_separate_requests(prompt: list[int], n: int, options: dict[str, object]) -> None:
-    engine, executor = make_engine(**options)  # type: ignore[arg-type]
+    engine, _ = make_engine(**options)  # type: ignore[arg-type]
     engine.add_request("r", prompt, greedy(5, n=n))
     output = run(engine)["r"]
     assert [sample.token_ids for sample in output.outputs] == [expected_tokens(prompt, 5, VOCAB)] * n

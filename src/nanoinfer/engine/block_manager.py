@@ -197,10 +197,9 @@ class BlockManager:
         problems = []
         references = Counter(block for seq in sequences for block in seq.block_table)
         for block in range(self.num_blocks):
-            if self._ref_counts[block] != references[block]:
-                problems.append(
-                    f"block {block}: count {self._ref_counts[block]}, but {references[block]} tables hold it"
-                )
+            count = self._ref_counts[block]
+            if count != references[block]:
+                problems.append(f"block {block} is counted {count} times, but held by {references[block]} tables")
         active = {block for block in range(self.num_blocks) if self._ref_counts[block]}
         blank, cached = set(self._blank), set(self._cached)
         if len(blank) != len(self._blank):
