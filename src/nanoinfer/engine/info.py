@@ -1,0 +1,30 @@
+"""EngineInfo: what the machine and the model decided, once, when the engine started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """Facts of a running engine. Bytes are per rank; `max_model_len` is in tokens, prompt and answer together."""
+
+    model: str
+    model_reason: str  # one line: which model was chosen and why
+    architecture: str
+    device: str
+    dtype: str
+    attention: str
+    attention_reason: str
+    kernels: str
+    tensor_parallel_size: int
+    block_size: int
+    num_blocks: int
+    kv_bytes: int
+    weight_bytes: int
+    max_model_len: int  # what one sequence can have: the model's limit, lowered to what the pool holds
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    schedule: str
+    enable_prefix_caching: bool
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,279 @@
+"""LLM: the Python API. Ties the model's files, the tokenizer, the engine and the data plane together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+
+from nanoinfer.config import EngineConfig, SamplingParams
+from nanoinfer.engine.outputs import OutputDelta, RequestOutput
+from nanoinfer.errors import ConfigError, EngineError, RequestError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nanoinfer.engine.cache_snapshot import CacheSnapshot
+    from nanoinfer.engine.events import EventStream
+    from nanoinfer.engine.tokenizer import Tokenizer
+    from nanoinfer.loading import Notify
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+
+DEFAULT_MAX_TOKENS = 512
+# The fields of generation_config.json that are a model's own sampling defaults.
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class LLM:
+    """A model ready to generate. `options` are the fields of EngineConfig, the long names of the command line.
+
+    A prompt is text (encoded as it is), token ids, or a conversation of {"role", "content"} messages (through the
+    model's chat template). Raises ConfigError for an unknown option, ModelError and MemoryBudgetError before anything
+    large is loaded. Use it as a context manager, or call `close()`.
+
+    `info` has what the machine and the model decided; `events` carries one StepEvent per step; `default_sampling` are
+    the model's own sampling defaults. `notify(stage, done, total)` hears of download, import and load, in bytes.
+    """
+
+    def __init__(self, model: str | None = None, *, notify: Notify | None = None, **options: Any) -> None:
+        from nanoinfer.engine.block_manager import BlockManager
+        from nanoinfer.engine.engine import LLMEngine
+        from nanoinfer.engine.scheduler import Scheduler
+        from nanoinfer.loading import silent
+        from nanoinfer.loading.folder import read_eos_token_ids, read_generation_config, read_model_config
+        from nanoinfer.loading.resolve import resolve_model
+        from nanoinfer.runner.build import build_data_plane, resolve_device
+
+        config = EngineConfig.from_options({"model": model, **options})
+        notify = notify or silent
+        device = resolve_device(config.device)
+        source = resolve_model(
+            config.model,
+            revision=config.revision,
+            load_format=config.load_format,
+            device_is_gpu=device.type == "cuda",
+            notify=notify,
+        )
+        model_config = read_model_config(source.folder)
+        self.tokenizer = _open_tokenizer(source.folder) if source.has_tokenizer else None
+        self.default_sampling = _default_sampling(read_generation_config(source.folder))
+        plane = build_data_plane(
+            config, model_config, device, load=lambda slots: _load(config, source.folder, slots, notify)
+        )
+        self.info = plane.info(config, model_config, model=source.name, model_reason=source.reason)
+        scheduler = Scheduler(
+            BlockManager(
+                plane.pool.num_blocks, plane.pool.block_size, enable_prefix_caching=config.enable_prefix_caching
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_chunk=config.max_prefill_chunk,
+            policy=config.schedule,
+        )
+        self._executor = plane.executor
+        self._engine = LLMEngine(
+            scheduler,
+            plane.executor,
+            detokenizer=self.tokenizer.detokenizer if self.tokenizer is not None else None,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=frozenset(read_eos_token_ids(source.folder)),
+            max_model_len=plane.max_model_len,
+            seed=config.seed,
+        )
+        self._backlog: list[OutputDelta] = []  # deltas of requests that a call ran along with its own
+        self._num_submitted = 0
+        self._closed = False
+
+    # -- whole calls -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Run one prompt or a list of them to the end; outputs come in the order of the prompts.
+
+        `sampling_params` is one for all, one for each, or None for the model's defaults. Nothing runs if one of the
+        prompts is refused (RequestError); an exception or interrupt leaves none of these requests behind.
+        """
+        prompts = _as_list(prompts)
+        params = sampling_params or self.default_sampling
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ConfigError(
+                f"{len(prompts)} prompts but {len(params)} sampling parameters; give one or one for each."
+            )
+        request_ids: list[str] = []
+        done: dict[str, RequestOutput] = {}
+        try:
+            for prompt, param in zip(prompts, params, strict=True):
+                request_ids.append(self.submit(prompt, param, template_options=template_options))
+            own = set(request_ids)
+            while len(done) < len(own):
+                for delta in self._take(own):
+                    if delta.output is not None:
+                        done[delta.request_id] = delta.output
+        finally:
+            for request_id in request_ids:
+                if request_id not in done:
+                    self.abort(request_id)
+        return [done[request_id] for request_id in request_ids]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Iterator[OutputDelta]:
+        """Run one prompt and yield its text and tokens as they come; leaving the iterator ends the request."""
+        request_id = self.submit(prompt, sampling_params, template_options=template_options, stream=True)
+        return self._stream(request_id)
+
+    def _stream(self, request_id: str) -> Iterator[OutputDelta]:
+        try:
+            while True:
+                for delta in self._take({request_id}):
+                    yield delta
+                    if delta.output is not None:
+                        return
+        finally:
+            self.abort(request_id)
+
+    def _take(self, own: set[str]) -> list[OutputDelta]:
+        """Run a step; return the deltas of the requests in `own` and keep the others for the next `step`."""
+        deltas = self._engine.step()
+        self._backlog += [delta for delta in deltas if delta.request_id not in own]
+        return [delta for delta in deltas if delta.request_id in own]
+
+    # -- step by step ----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        stream: bool = False,
+    ) -> str:
+        """Queue a request and return its id; RequestError if it can never run. `step` works on it.
+
+        With `stream`, `step` returns each new piece; without, only the finished output. `template_options` go to the
+        chat template, such as enable_thinking.
+        """
+        if self._closed:
+            raise EngineError("this LLM is closed; make a new one.")
+        if request_id is None:
+            request_id = f"request-{self._num_submitted}"
+        text, token_ids = self.encode(prompt, template_options)
+        sampling = sampling_params or self.default_sampling
+        self._engine.add_request(request_id, token_ids, sampling, prompt=text, stream=stream)
+        self._num_submitted += 1
+        return request_id
+
+    def step(self) -> list[OutputDelta]:
+        """Run one engine step and return what became new since the last call."""
+        backlog, self._backlog = self._backlog, []
+        return backlog + (self._engine.step() if self._engine.has_unfinished else [])
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to return."""
+        return bool(self._backlog) or self._engine.has_unfinished
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request and return what it has so far; None if it is not running."""
+        return self._engine.abort(request_id)
+
+    def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> tuple[str | None, list[int]]:
+        """The text that is encoded (None for token ids) and its token ids. RequestError as in `submit`."""
+        if not isinstance(prompt, str) and _is_token_ids(prompt):
+            return None, list(cast("Sequence[int]", prompt))
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{self.info.model} has no tokenizer; give the prompt as token ids, or add tokenizer.json.",
+                "no_tokenizer",
+            )
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        return self.tokenizer.encode_chat(list(cast("Sequence[Message]", prompt)), **(template_options or {}))
+
+    # -- inspection ------------------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> EventStream:
+        return self._engine.events
+
+    def cache_snapshot(self) -> CacheSnapshot:
+        """Every block of the KV pool and its content, as plain data."""
+        return self._engine.cache_snapshot()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix that no running sequence uses."""
+        self._engine.reset_prefix_cache()
+
+    def check_integrity(self) -> list[str]:
+        """Sentences for every broken invariant of the KV pool; an empty list if all is well."""
+        return self._engine.check_integrity()
+
+    def close(self) -> None:
+        """End all requests and free the model and the KV pool. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._engine.abort_all()
+            self._executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_tokenizer(folder: Path) -> Tokenizer:
+    from nanoinfer.engine.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(folder)
+
+
+def _load(config: EngineConfig, folder: Path, slots: Any, notify: Notify) -> None:
+    if config.load_format == "dummy":
+        from nanoinfer.loading.dummy import fill_with_random_weights
+
+        fill_with_random_weights(slots, seed=config.seed)
+    else:
+        from nanoinfer.loading.safetensors import load_weights
+
+        load_weights(slots, folder, notify)
+
+
+def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
+    options = {name: generation_config[name] for name in _SAMPLING_DEFAULTS if generation_config.get(name) is not None}
+    if generation_config.get("do_sample") is False:
+        options["temperature"] = 0.0
+    try:
+        return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **options)
+    except ConfigError as error:
+        raise ConfigError(f"generation_config.json: {error}") from error
+
+
+def _is_token_ids(prompt: Sequence[Any]) -> bool:
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in prompt)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a list of numbers or of messages is one prompt, any other list is many."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and (_is_token_ids(items) or all(isinstance(item, Mapping) for item in items)):
+        return [cast("Prompt", items)]
+    return cast("list[Prompt]", items)
