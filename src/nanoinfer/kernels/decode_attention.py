@@ -1,0 +1,373 @@
+"""Paged attention for one query per sequence: split over the history (flash-decoding), query heads packed by KV head.
+
+One program handles one KV head of one split of one sequence, so every key and value is read once for all the query
+heads that share it (grouped-query attention). The number of splits is fixed by the launch; how long a split is, and
+how many have work, is decided on the device from the sequence's length, so a CUDA graph serves every length. The last
+program of a sequence to finish combines the splits.
+
+The fused form also does what lies between the QKV projection and attention (QK-norm, rotary embedding, KV write): the
+newest token's key and value enter the softmax from registers, and the cache is read for the older ones only.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.common import INTERPRETED, dot, enter, pdl_options, prefetch_slice, wait_for_inputs
+from nanoinfer.kernels.rope import rotate_heads
+
+MIN_CHUNK = 128  # tokens of a split at the least: below this, combining costs more than it saves
+COMBINE = 8  # splits combined at a time
+LOG2_E = 1.4426950408889634
+
+
+class DecodeShape(NamedTuple):
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+@triton.jit
+def _combine_splits(
+    partial_ptr,  # this sequence's first head: [G, splits, D] float32
+    stats_ptr,  # [G, splits, 2]: running maximum (base 2) and sum
+    out_ptr,  # [G, D]
+    active,
+    splits,
+    G: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    COMBINE: tl.constexpr,
+):
+    head = tl.arange(0, BLOCK_G)
+    lane = tl.arange(0, BLOCK_D)
+    valid = (head < G)[:, None] & (lane < D)[None, :]
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for first in range(0, active, COMBINE):
+        split = first + tl.arange(0, COMBINE)
+        row = head[:, None] * splits + split[None, :]
+        row_valid = (head < G)[:, None] & (split < active)[None, :]
+        # Written by other programs of this launch, so the read must not be served by this core's L1.
+        split_top = tl.load(stats_ptr + row * 2, mask=row_valid, other=float("-inf"), cache_modifier=".cg")
+        split_total = tl.load(stats_ptr + row * 2 + 1, mask=row_valid, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + row[:, :, None] * D + lane[None, None, :],
+            mask=row_valid[:, :, None] & (lane < D)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(split_top, axis=1))
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(split_top - finite[:, None])
+        decay = tl.exp2(top - finite)
+        total = total * decay + tl.sum(split_total * weight, axis=1)
+        acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], axis=1)
+        top = new_top
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + head[:, None] * D + lane[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,  # [B, H, D]; FUSED: qkv [B, (H + 2 KV) * D] before norm and rotation
+    q_weight_ptr,  # [D]
+    k_weight_ptr,  # [D]
+    cos_sin_ptr,  # [positions, D] float32
+    slots_ptr,  # [B]
+    k_cache_ptr,  # [blocks, BLOCK_SIZE, KV, D]
+    v_cache_ptr,
+    tables_ptr,  # [B, max_blocks]
+    lengths_ptr,  # [B]
+    out_ptr,  # [B, H, D]
+    partial_ptr,  # [B, H, splits, D] float32
+    stats_ptr,  # [B, H, splits, 2] float32
+    counters_ptr,  # [B, KV] int32, zero between launches
+    next_weight_ptr,
+    next_bytes,
+    eps,
+    scale,  # of the scores, times log2(e)
+    table_stride,
+    KV: tl.constexpr,
+    G: tl.constexpr,  # query heads per KV head
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    COMBINE: tl.constexpr,
+    COMBINE_G: tl.constexpr,
+    FUSED: tl.constexpr,
+    NORM: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+    num_warps: tl.constexpr,
+):
+    enter(PDL)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    splits = tl.num_programs(1)
+    if PREFETCH:
+        program = (tl.program_id(2) * splits + split) * KV + kv_head
+        prefetch_slice(next_weight_ptr, next_bytes, program, tl.num_programs(2) * splits * KV, num_warps * 32)
+    wait_for_inputs(PDL)
+
+    length = tl.load(lengths_ptr + sequence).to(tl.int32)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, splits), BLOCK_T) * BLOCK_T, MIN_CHUNK)
+    active = tl.maximum(tl.cdiv(length, chunk), 1)  # a padding row of length 0 still writes its zeros
+    if split < active:
+        group = tl.arange(0, BLOCK_G)
+        lane = tl.arange(0, BLOCK_D)
+        group_valid = group < G
+        lane_valid = lane < D
+        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        element = k_cache_ptr.dtype.element_ty
+
+        if FUSED:
+            cached = length - 1
+            row_ptr = q_ptr + sequence * ((KV * G + 2 * KV) * D)
+            cos_sin_row = cos_sin_ptr + tl.maximum(cached, 0).to(tl.int64) * D
+            # The KV head's own key is one more row of the tile that is normed and rotated: row G.
+            head = tl.where(group == G, KV * G + kv_head, kv_head * G + group)
+            weight_ptr = q_weight_ptr
+            if NORM:
+                weight_ptr = tl.where(group == G, k_weight_ptr, q_weight_ptr)
+            _, rotated = rotate_heads(row_ptr + head * D, group <= G, weight_ptr, cos_sin_row, eps, D, BLOCK_D, NORM)
+            rotated = rotated.to(element).to(tl.float32)
+            key = tl.sum(tl.where((group == G)[:, None], rotated, 0.0), axis=0)
+            value = tl.load(row_ptr + (KV * G + KV + kv_head) * D + lane, mask=lane_valid, other=0.0)
+            q = rotated.to(element)
+            newest = (split == active - 1) & (length > 0)
+            slot = tl.load(slots_ptr + sequence).to(tl.int64)
+            write = lane_valid & newest & (slot >= 0)
+            cache_row = (slot * KV + kv_head) * D + lane
+            tl.store(k_cache_ptr + cache_row, key.to(element), mask=write)
+            tl.store(v_cache_ptr + cache_row, value, mask=write)
+            if newest:
+                top = tl.sum(rotated * key[None, :], axis=1) * scale
+                total += 1.0
+                acc += value.to(tl.float32)[None, :]
+        else:
+            cached = length
+            q_row = (sequence * KV + kv_head) * G + group
+            q = tl.load(
+                q_ptr + q_row[:, None] * D + lane[None, :], mask=group_valid[:, None] & lane_valid[None, :], other=0.0
+            )
+
+        begin = split * chunk
+        end = tl.minimum(begin + chunk, cached)
+        table_ptr = tables_ptr + sequence * table_stride
+        for start in range(begin, end, BLOCK_T):
+            position = start + tl.arange(0, BLOCK_T)
+            in_split = position < end
+            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=in_split, other=0).to(tl.int64)
+            row = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KV + kv_head) * D
+            # What was never written may be NaN: such keys are masked below, such values must be read as 0.
+            valid = in_split[:, None] & lane_valid[None, :]
+            k = tl.load(k_cache_ptr + row[:, None] + lane[None, :], mask=valid, other=0.0)
+            v = tl.load(v_cache_ptr + row[:, None] + lane[None, :], mask=valid, other=0.0)
+            scores = dot(q, tl.trans(k), tl.zeros([BLOCK_G, BLOCK_T], tl.float32)) * scale
+            scores = tl.where(in_split[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            weight = tl.exp2(scores - new_top[:, None])
+            decay = tl.exp2(top - new_top)
+            total = total * decay + tl.sum(weight, axis=1)
+            acc = dot(weight.to(element), v, acc * decay[:, None])
+            top = new_top
+
+        first_head = sequence * (KV * G) + kv_head * G
+        out_valid = group_valid[:, None] & lane_valid[None, :]
+        if active == 1:
+            safe = tl.where(total == 0.0, 1.0, total)
+            out = (acc / safe[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (first_head + group)[:, None] * D + lane[None, :], out, mask=out_valid)
+        else:
+            row = (first_head + group) * splits + split
+            tl.store(partial_ptr + row[:, None] * D + lane[None, :], acc, mask=out_valid)
+            tl.store(stats_ptr + row * 2, top, mask=group_valid)
+            tl.store(stats_ptr + row * 2 + 1, total, mask=group_valid)
+            tl.debug_barrier()  # all threads' stores come before the release
+            counter_ptr = counters_ptr + sequence * KV + kv_head
+            arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+            if arrived == active - 1:
+                tl.debug_barrier()
+                _combine_splits(
+                    partial_ptr + first_head * splits * D,
+                    stats_ptr + first_head * splits * 2,
+                    out_ptr + first_head * D,
+                    active,
+                    splits,
+                    G,
+                    COMBINE_G,
+                    D,
+                    BLOCK_D,
+                    COMBINE,
+                )
+                tl.store(counter_ptr, 0)
+
+
+class DecodeWorkspace:
+    """Scratch memory of the splits. One serves all layers, and all graphs of one stream; it must outlive them."""
+
+    def __init__(
+        self, max_pairs: int, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        """max_pairs: the largest number of sequences times splits in a launch."""
+        self.partial = torch.empty(max_pairs * num_heads * head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(max_pairs * num_heads * 2, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
+
+    @classmethod
+    def for_batches(
+        cls, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> DecodeWorkspace:
+        """Large enough for every batch up to max_batch at the number of splits that is chosen for it."""
+        most = max(batch * num_splits(batch, num_kv_heads, device) for batch in range(1, max_batch + 1))
+        return cls(most, max_batch, num_heads, num_kv_heads, head_dim, device)
+
+
+@cache
+def _num_cores(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def num_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
+    """Enough programs for about two waves over the device, at most 64 splits."""
+    return max(1, min(64, triton.cdiv(2 * _num_cores(device), batch * num_kv_heads)))
+
+
+def _shape(batch: int, num_kv_heads: int, head_dim: int, device: torch.device) -> DecodeShape:
+    return DecodeShape(64, 4, 3, num_splits(batch, num_kv_heads, device))
+
+
+def _launch(
+    q: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor | None,
+    slot_mapping: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    num_heads: int,
+    workspace: DecodeWorkspace,
+    next_weight: Tensor | None,
+    shape: DecodeShape | None,
+    min_chunk: int,
+) -> Tensor:
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    batch, group = q.shape[0], num_heads // num_kv_heads
+    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1
+    assert group * num_kv_heads == num_heads
+    out = torch.empty(batch, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    if batch == 0:
+        return out
+    shape = shape or _shape(batch, num_kv_heads, head_dim, q.device)
+    assert workspace.partial.numel() >= batch * num_heads * shape.splits * head_dim, (workspace.partial.shape, shape)
+    assert workspace.counters.numel() >= batch * num_kv_heads
+    fused = cos_sin is not None
+    _decode_kernel[(num_kv_heads, shape.splits, batch)](
+        q,
+        q_weight,
+        k_weight,
+        cos_sin,
+        slot_mapping,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        out,
+        workspace.partial,
+        workspace.stats,
+        workspace.counters,
+        next_weight,
+        0 if next_weight is None else next_weight.numel() * next_weight.element_size(),
+        eps,
+        scale * LOG2_E,
+        block_tables.stride(0),
+        KV=num_kv_heads,
+        G=group,
+        D=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_G=max(16, triton.next_power_of_2(group + fused)),  # 16: the smallest tensor-core tile
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_T=shape.block_tokens,
+        MIN_CHUNK=max(min_chunk, shape.block_tokens),
+        COMBINE=COMBINE,
+        COMBINE_G=triton.next_power_of_2(group),
+        FUSED=fused,
+        NORM=q_weight is not None,
+        PREFETCH=next_weight is not None and not INTERPRETED.value,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **pdl_options(q),
+    )
+    return out
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    workspace: DecodeWorkspace,
+    *,
+    shape: DecodeShape | None = None,
+    min_chunk: int = MIN_CHUNK,
+) -> Tensor:
+    """q [B, heads, D], one token per sequence -> like q. The KV of all context_lens [B] tokens is in the cache.
+
+    block_tables int [B, max_blocks]. A row of length 0 (padding) gives zeros.
+    """
+    return _launch(
+        q, None, None, 0.0, None, None, k_cache, v_cache, block_tables, context_lens, scale, q.shape[1], workspace,
+        None, shape, min_chunk,
+    )  # fmt: skip
+
+
+def fused_decode_attention(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    num_heads: int,
+    workspace: DecodeWorkspace,
+    *,
+    next_weight: Tensor | None = None,
+    shape: DecodeShape | None = None,
+    min_chunk: int = MIN_CHUNK,
+) -> Tensor:
+    """QK-norm (if weights [D] are given), rotation at context_lens - 1, KV write and attention, all for one token each.
+
+    qkv [B, (heads + 2 kv_heads) * D] -> [B, heads, D]. context_lens [B] counts this token. A slot of -1 stores nothing;
+    a row of length 0 gives zeros. next_weight is brought into L2 meanwhile.
+    """
+    return _launch(
+        qkv, q_weight, k_weight, eps, cos_sin, slot_mapping, k_cache, v_cache, block_tables, context_lens, scale,
+        num_heads, workspace, next_weight, shape, min_chunk,
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""RMSNorm, alone or with the residual add before it: one program per token, one pass over the row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,  # [T, H]
+    residual_ptr,  # [T, H]
+    weight_ptr,  # [H]
+    normed_ptr,  # [T, H]
+    total_ptr,  # [T, H]
+    eps,
+    x_stride,
+    H,
+    BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    enter(PDL)
+    column = tl.arange(0, BLOCK)
+    valid = column < H
+    weight = tl.load(weight_ptr + column, mask=valid, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + token * x_stride + column, mask=valid, other=0.0).to(tl.float32)
+    row = token * H + column
+    if RESIDUAL:
+        x += tl.load(residual_ptr + row, mask=valid, other=0.0).to(tl.float32)
+        rounded = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row, rounded, mask=valid)
+        x = rounded.to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / H + eps) * weight
+    tl.store(normed_ptr + row, normed.to(normed_ptr.dtype.element_ty), mask=valid)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, normed: Tensor, total: Tensor) -> None:
+    width = x.shape[-1]
+    rows = x.view(-1, width)
+    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+    if rows.shape[0] == 0:
+        return
+    block = triton.next_power_of_2(width)
+    _rms_norm_kernel[(rows.shape[0],)](
+        rows,
+        residual,
+        weight,
+        normed,
+        total,
+        eps,
+        rows.stride(0),
+        width,
+        BLOCK=block,
+        RESIDUAL=residual is not None,
+        num_warps=max(1, min(16, block // 256)),
+        **pdl_options(x),
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension (arXiv:1910.07467). x [..., H], weight [H] -> [..., H]."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, eps, normed, normed)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + residual, and its RMS norm: (normed, new residual), both [T, H] in x's dtype."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, eps, normed, total)
+    return normed, total
