@@ -22,6 +22,7 @@ class EngineInfo:
     num_blocks: int
     kv_bytes: int
     weight_bytes: int
+    vocab_size: int
     max_model_len: int  # what one sequence can have: the model's limit, lowered to what the pool holds
     max_num_seqs: int
     max_num_batched_tokens: int

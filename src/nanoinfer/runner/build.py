@@ -55,6 +55,7 @@ class DataPlane:
             num_blocks=self.pool.num_blocks,
             kv_bytes=self.pool.total_bytes,
             weight_bytes=self.weight_bytes,
+            vocab_size=model_config.vocab_size,
             max_model_len=min(self.max_model_len, self.pool.capacity),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
