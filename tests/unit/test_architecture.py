@@ -1,0 +1,110 @@
+"""Who may import whom, read from the source; and that the pure parts really run without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src" / "nanoinfer"
+MODULES = sorted(SRC.rglob("*.py"))
+
+# What a module may import from nanoinfer, by the folder (or file) that it is in. "llm" is imported by commands only.
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "engine": {"engine", "errors", "config"},
+    "kernels": {"kernels"},
+    "attention": {"kernels", "attention"},
+    "layers": {"kernels", "layers", "attention", "models.weights", "models.config"},
+    "models": {"models", "layers", "attention", "kernels", "errors"},
+    "loading": {"loading", "models.config", "models.weights", "errors"},
+    "runner": {
+        "runner", "models", "layers", "attention", "kernels", "errors", "config", "engine.batch", "engine.info",
+    },
+    "ui": {"ui", "engine.events", "engine.metrics", "engine.info", "errors"},
+    "llm": {"engine", "runner", "loading", "config", "errors", "models.config"},
+    "cli": {
+        "cli", "ui", "config", "errors", "models.config", "runner.memory", "loading", "llm", "engine.trace",
+        "engine.metrics", "engine.events", "engine.outputs", "engine.cache_snapshot", "engine.info", "engine.tokenizer",
+    },
+}  # fmt: skip
+
+# Third-party packages that the control plane may use; tokenizers and jinja2 only inside functions.
+ENGINE_PACKAGES = {"numpy", "xxhash", "tokenizers", "jinja2", "transformers"}
+
+PURE = [
+    "nanoinfer", "nanoinfer.errors", "nanoinfer.config", "nanoinfer.llm", "nanoinfer.models.config",
+    "nanoinfer.models.weights", "nanoinfer.runner.memory", "nanoinfer.runner.input_batch", "nanoinfer.cli.app",
+    *sorted(f"nanoinfer.{p.parent.name}.{p.stem}" for p in MODULES if p.parent.name in ("engine", "ui", "loading")
+            and p.stem != "__init__"),
+]  # fmt: skip
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(absolute module name, whether the import is at the top level) of every import in a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    top = set(map(id, tree.body))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module, id(node) in top
+            for alias in node.names:  # `from nanoinfer.runner import memory` means the module
+                if (SRC.parent / node.module.replace(".", "/") / f"{alias.name}.py").exists():
+                    yield f"{node.module}.{alias.name}", id(node) in top
+
+
+def area(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return parts[0]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SRC)))
+def test_modules_import_only_what_their_folder_may(path: Path) -> None:
+    here = area(path)
+    if here in ("__init__", "__main__"):
+        return
+    allowed = MAY_IMPORT[here]
+    for name, _ in imports(path):
+        if name.startswith("nanoinfer."):
+            inner = name.removeprefix("nanoinfer.")
+            prefixes = {inner, inner.split(".")[0], ".".join(inner.split(".")[:2])}
+            package_only = (SRC / inner.replace(".", "/")).is_dir() and any(a.startswith(f"{inner}.") for a in allowed)
+            assert prefixes & allowed or package_only, f"{path.name} ({here}) imports {name}"
+        elif here == "engine":
+            package = name.split(".")[0]
+            assert package in sys.stdlib_module_names | ENGINE_PACKAGES | {"nanoinfer"}, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SRC)))
+def test_slow_packages_are_imported_inside_functions(path: Path) -> None:
+    slow = {"torch", "triton", "transformers", "huggingface_hub", "gguf", "tokenizers", "jinja2", "prompt_toolkit"}
+    data_plane = {"runner", "models", "layers", "attention", "kernels"}
+    here = area(path)
+    allowed_at_top = {"torch", "triton", "flash_attn"} if here in data_plane else set()
+    for name, is_top in imports(path):
+        package = name.split(".")[0]
+        assert not (is_top and package in slow - allowed_at_top), f"{path.name} imports {package} at its top"
+
+
+def test_pure_modules_run_with_torch_triton_and_transformers_blocked() -> None:
+    code = (
+        "import sys, importlib\n"
+        "for name in ('torch', 'triton', 'transformers'): sys.modules[name] = None\n"
+        f"for name in {PURE!r}: importlib.import_module(name)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_public_names_are_the_sorted_all() -> None:
+    import nanoinfer
+
+    assert sorted(nanoinfer.__all__) == sorted(nanoinfer._HOME_OF)
+    for name in nanoinfer.__all__:
+        assert getattr(nanoinfer, name).__name__ == name
