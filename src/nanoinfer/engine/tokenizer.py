@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from nanoinfer.engine.chat_template import ChatTemplate, Message, check_messages, find_chat_template
+from nanoinfer.engine.detokenizer import IncrementalDetokenizer
 from nanoinfer.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
@@ -220,7 +221,15 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
-    @property
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], stop: Sequence[str], min_tokens: int
+    ) -> IncrementalDetokenizer:
+        """The growing text of one sequence of this model."""
+        return IncrementalDetokenizer(
+            self.decode, prompt_token_ids, stop=stop, min_tokens=min_tokens, thinking=self.thinking_markers
+        )
+
+    @cached_property
     def thinking_markers(self) -> tuple[str, str] | None:
         """The two markers around a model's thinking, if each is one visible token of it."""
         ids = [self._backend.token_to_id(marker) for marker in _THINKING_MARKERS]
