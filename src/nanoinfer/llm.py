@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from nanoinfer.config import EngineConfig, SamplingParams
-from nanoinfer.engine.detokenizer import IncrementalDetokenizer
 from nanoinfer.engine.outputs import OutputDelta, RequestOutput
 from nanoinfer.errors import ConfigError, EngineError, RequestError
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nanoinfer.engine.cache_snapshot import CacheSnapshot
-    from nanoinfer.engine.engine import DetokenizerFactory
     from nanoinfer.engine.events import EventStream
     from nanoinfer.engine.tokenizer import Tokenizer
     from nanoinfer.loading import Notify
@@ -78,7 +76,7 @@ class LLM:
         self._engine = LLMEngine(
             scheduler,
             plane.executor,
-            detokenizer=_detokenizer_factory(self.tokenizer) if self.tokenizer is not None else None,
+            detokenizer=self.tokenizer.detokenizer if self.tokenizer is not None else None,
             vocab_size=model_config.vocab_size,
             eos_token_ids=frozenset(read_eos_token_ids(source.folder)),
             max_model_len=plane.max_model_len,
@@ -244,15 +242,6 @@ def _open_tokenizer(folder: Path) -> Tokenizer:
     from nanoinfer.engine.tokenizer import Tokenizer
 
     return Tokenizer.from_folder(folder)
-
-
-def _detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
-    def make(prompt_ids: Sequence[int], stop: tuple[str, ...], min_tokens: int) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(
-            tokenizer.decode, prompt_ids, stop=stop, min_tokens=min_tokens, thinking=tokenizer.thinking_markers
-        )
-
-    return make
 
 
 def _load(config: EngineConfig, folder: Path, slots: Any, notify: Notify) -> None:
