@@ -42,18 +42,21 @@ def hub_answers(repo: str, seconds: float) -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    found = threading.Event()
+    found = False
 
     def ask() -> None:
+        nonlocal found
         try:
             HfApi().model_info(repo, timeout=seconds)
-            found.set()
+            found = True
         except Exception:  # whatever fails here only means that the default model is not used
             pass
 
     # A name server that does not answer blocks longer than any timeout of the request: hence a thread.
-    threading.Thread(target=ask, daemon=True).start()
-    return found.wait(seconds)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found
 
 
 def fetch_model(repo: str, revision: str | None = None, *, weights: bool = True, notify: Notify = silent) -> Path:
