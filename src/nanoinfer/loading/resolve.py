@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoinfer.config import LoadFormat
 from nanoinfer.errors import ModelError
 from nanoinfer.loading import Notify, silent
 from nanoinfer.loading.folder import has_weights, weight_files
@@ -34,7 +33,7 @@ def resolve_model(
     model: str | None = None,
     *,
     revision: str | None = None,
-    load_format: LoadFormat = "auto",
+    load_format: str = "auto",
     device_is_gpu: bool = False,
     configured: str | None = None,
     notify: Notify = silent,
