@@ -74,42 +74,28 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         older = _read_json(folder / "special_tokens_map.json")
         named = {name: _token_text(config.get(name, older.get(name))) for name in _NAMED_TOKENS}
-        more = [*(config.get("additional_special_tokens") or ()), *(config.get("extra_special_tokens") or ())]
+        more: list[object] = []
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            listed = config.get(key) or ()
+            more += listed.values() if isinstance(listed, Mapping) else listed
         try:
             template = find_chat_template(folder, config)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"cannot read the chat template of {folder}: {error}") from error
-        tokenizer = cls(
+            raise ModelError(f"the chat template of {folder} is broken ({error}); fetch the model again.") from error
+        return cls(
             backend,
             special_tokens={name: text for name, text in named.items() if text is not None},
             more_special=[text for text in map(_token_text, more) if text is not None],
             chat_template=template,
         )
-        tokenizer._configure_bos(config)
-        return tokenizer
 
     def _named_id(self, name: str) -> int | None:
         return self._special.get(self._named.get(name, ""))
 
-    def _configure_bos(self, config: Mapping[str, Any]) -> None:
-        # An explicit add_bos_token or add_eos_token replaces what tokenizer.json adds, as transformers 5 has it.
-        if "add_bos_token" not in config and "add_eos_token" not in config:
-            return
-        from tokenizers.processors import TemplateProcessing
-
-        bos, eos = (
-            self._named.get(f"{name}_token") if config.get(f"add_{name}_token") else None for name in ("bos", "eos")
-        )
-        added = [(text, self._special[text]) for text in (bos, eos) if text in self._special]
-        parts = [bos if bos in self._special else None, "$A", eos if eos in self._special else None]
-        self._backend.post_processor = TemplateProcessing(
-            single=[part for part in parts if part is not None], special_tokens=added
-        )
-
     # ---------------------------------------------------------------- encoding
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt: special tokens in it are parsed, and BOS is added if this tokenizer adds it."""
+        """Ids of a raw prompt: special tokens in it are parsed, and BOS is added if tokenizer.json says so."""
         return self._encode(self._backend, text, add_special_tokens=True)
 
     def encode_chat(
