@@ -64,7 +64,18 @@ def _text(content: object, where: str) -> str:
 
 
 def _kind(value: object) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
+    """What a value is, in JSON's words where it has them."""
+    if value is None:
+        return "null"
+    names = {
+        str: "a string",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+    }
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
