@@ -1,0 +1,39 @@
+"""Token embedding and the LM head, which share one matrix where the model ties them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.models.weights import WeightSlot
+
+
+class Embedding:
+    """Rows of `weight` [V, H] by token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, H]."""
+        return F.embedding(token_ids, self.weight)
+
+    def weight_slots(self, name: str) -> dict[str, WeightSlot]:
+        return {f"{name}.weight": WeightSlot(self.weight, tuple(self.weight.shape))}
+
+
+class LMHead:
+    """Logits of hidden states: x @ weight.T. Tied models pass the embedding's own weight, so memory is shared."""
+
+    def __init__(self, weight: Tensor, *, kernels: KernelSet) -> None:
+        self.weight = weight
+        self._linear = kernels.linear
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[S, H] -> float32 [S, V]."""
+        return self._linear(hidden, self.weight, None).float()
+
+    def weight_slots(self, name: str) -> dict[str, WeightSlot]:
+        return {f"{name}.weight": WeightSlot(self.weight, tuple(self.weight.shape))}

@@ -1,0 +1,26 @@
+"""Which model class runs which Hugging Face architecture."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.decoder import Decoder
+
+# Qwen3 has QK norm, Qwen2 and 2.5 have QKV biases, Llama 3.x stretches rope; SmolLM2 is a tied Llama, Mistral an untied
+# one. ModelConfig turns these differences into switches; a family that needs other code gets its own class here.
+MODELS = {
+    "Qwen3ForCausalLM": Decoder,
+    "Qwen2ForCausalLM": Decoder,
+    "LlamaForCausalLM": Decoder,
+    "MistralForCausalLM": Decoder,
+}
+
+
+def build_model(
+    config: ModelConfig, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device, max_positions: int
+) -> Decoder:
+    """The model for `config`, its weights still to be loaded through `weight_slots`."""
+    model = MODELS[config.architecture]
+    return model(config, kernels=kernels, dtype=dtype, device=device, max_positions=max_positions)

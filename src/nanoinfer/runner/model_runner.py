@@ -1,0 +1,114 @@
+"""ModelRunner: one scheduled batch in, one sampled token per sequence out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanoinfer.attention.base import AttentionBackend, AttentionBatch
+from nanoinfer.engine.batch import ScheduledBatch, StepResult
+from nanoinfer.models.decoder import Decoder, KVCache
+from nanoinfer.runner.input_batch import SequenceRows, StepArrays
+from nanoinfer.runner.sampler import Sampler
+from nanoinfer.runner.sampling_table import SamplingTable
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One step on the device: T tokens, S of them the last of a sequence that samples. Fresh for every step."""
+
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    last_tokens: Tensor  # int64 [S]
+    attention: AttentionBatch
+
+
+def allocate_kv_caches(
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[KVCache]:
+    """Zeroed keys and values of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+    shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+    if device.type == "cpu":
+        # numpy leaves zero pages to the system, which hands out real memory when a block is first written.
+        raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+        pool = torch.from_numpy(raw).view(dtype).view(shape)
+    else:
+        pool = torch.zeros(shape, dtype=dtype, device=device)
+    return [(layer[0], layer[1]) for layer in pool]
+
+
+class ModelRunner:
+    """Owns the KV pool and the state of running sequences; `run` executes one step after the other."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        kv_caches: list[KVCache],
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._kv_caches = kv_caches
+        self._device = device
+        self._rows = SequenceRows(max_num_seqs, max_model_len, block_size=kv_caches[0][0].shape[1])
+        self._table = SamplingTable(max_num_seqs)
+        self._sampler = Sampler(self._table, self._rows)
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> StepResult:
+        """Execute `batch` and return what it sampled; the sampled tokens also go to their rows for the next step."""
+        began = time.perf_counter()
+        self._rows.update(batch)
+        for sequence in batch.new_sequences:
+            self._table.insert(sequence)
+        arrays = self._rows.step_arrays(batch)
+        logits = self._forward(self._step_input(batch, arrays))
+        if logits is None:
+            return StepResult([], device_ms=(time.perf_counter() - began) * 1e3)
+        sampled = self._sampler.sample(logits, arrays.sample_rows, arrays.sample_lens)
+        token_ids = sampled.token_ids.numpy()
+        self._rows.append_tokens(arrays.sample_rows, arrays.sample_lens, token_ids)
+        return StepResult(token_ids.tolist(), sampled.logprobs, device_ms=(time.perf_counter() - began) * 1e3)
+
+    def _step_input(self, batch: ScheduledBatch, arrays: StepArrays) -> StepInput:
+        def to_device(array: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).to(self._device)
+
+        return StepInput(
+            input_ids=to_device(arrays.input_ids),
+            positions=to_device(arrays.positions),
+            last_tokens=to_device(arrays.last_tokens),
+            attention=AttentionBatch(
+                slot_mapping=to_device(arrays.slot_mapping),
+                cu_seqlens_q=to_device(arrays.cu_seqlens_q),
+                context_lens=to_device(arrays.context_lens),
+                block_tables=to_device(arrays.block_tables),
+                starts=batch.starts,
+                query_lens=batch.counts,
+                num_decodes=batch.num_decodes,
+            ),
+        )
+
+    def _forward(self, step: StepInput) -> Tensor | None:
+        """float32 logits [S, V]; None where no sequence samples in this step."""
+        plan = self._attention.plan(step.attention)
+        hidden = self._model.forward(
+            step.input_ids, step.positions, step.attention.slot_mapping, plan, self._kv_caches, step.last_tokens
+        )
+        return self._model.logits(hidden) if len(hidden) else None

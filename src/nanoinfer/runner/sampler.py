@@ -1,0 +1,112 @@
+"""From logits to token ids: each rule is applied to the rows that ask for it, and to no other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanoinfer.engine.batch import TokenLogprobs
+from nanoinfer.kernels import reference
+from nanoinfer.runner.input_batch import Int64Array, SequenceRows
+from nanoinfer.runner.sampling_table import FILTER, LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingTable
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Token ids int64 [S]; `logprobs` parallel to them, None where a row did not ask or no row did."""
+
+    token_ids: Tensor
+    logprobs: list[TokenLogprobs | None] | None
+
+
+class Sampler:
+    """Chooses one token per row of logits. Order: min_tokens, penalties, temperature with top-k, top-p, min-p, draw."""
+
+    def __init__(self, table: SamplingTable, rows: SequenceRows) -> None:
+        self._table = table
+        self._rows = rows
+
+    def sample(self, logits: Tensor, rows: Int64Array, lengths: Int64Array) -> Sampled:
+        """logits float32 [S, V], changed in place; rows [S]; lengths [S] counts each row's known tokens."""
+        needs = self._table.needs[rows]
+        if not needs.any():
+            return Sampled(logits.argmax(dim=-1), None)
+
+        reporting = np.flatnonzero(needs & LOGPROBS)
+        raw = logits[torch.from_numpy(reporting)] if reporting.size else None
+        self._forbid_stop_tokens(logits, needs, rows, lengths)
+        self._penalise(logits, needs, rows, lengths)
+        token_ids = self._choose(logits, needs, rows, lengths)
+        logprobs = None if raw is None else self._report(raw, reporting, rows, token_ids)
+        return Sampled(token_ids, logprobs)
+
+    def _forbid_stop_tokens(
+        self, logits: Tensor, needs: NDArray[np.uint8], rows: Int64Array, lengths: Int64Array
+    ) -> None:
+        for i in np.flatnonzero(needs & MIN_TOKENS):
+            row = rows[i]
+            if lengths[i] - self._rows.prompt_lens[row] < self._table.min_tokens[row]:
+                logits[i, self._table.stop_token_ids[row]] = float("-inf")
+
+    def _penalise(self, logits: Tensor, needs: NDArray[np.uint8], rows: Int64Array, lengths: Int64Array) -> None:
+        selected = np.flatnonzero(needs & PENALTIES)
+        if not selected.size:
+            return
+        table, chosen = self._table, rows[selected]
+        known = self._rows.token_ids[chosen, : int(lengths[selected].max())].astype(np.int64)
+        index = torch.from_numpy(selected)
+        logits[index] = reference.apply_penalties(
+            logits[index],
+            torch.from_numpy(known),
+            torch.from_numpy(self._rows.prompt_lens[chosen]),
+            torch.from_numpy(lengths[selected]),
+            torch.from_numpy(table.repetition[chosen]),
+            torch.from_numpy(table.presence[chosen]),
+            torch.from_numpy(table.frequency[chosen]),
+        )
+
+    def _choose(self, logits: Tensor, needs: NDArray[np.uint8], rows: Int64Array, lengths: Int64Array) -> Tensor:
+        token_ids = torch.empty(len(rows), dtype=torch.int64)
+        greedy = np.flatnonzero(needs & RANDOM == 0)
+        if greedy.size:
+            index = torch.from_numpy(greedy)
+            token_ids[index] = logits[index].argmax(dim=-1)
+        for filtered in (0, FILTER):
+            selected = np.flatnonzero(needs & (RANDOM | FILTER) == RANDOM | filtered)
+            if selected.size:
+                token_ids[torch.from_numpy(selected)] = self._draw(
+                    logits[torch.from_numpy(selected)], rows[selected], lengths[selected], bool(filtered)
+                )
+        return token_ids
+
+    def _draw(self, logits: Tensor, rows: Int64Array, lengths: Int64Array, filtered: bool) -> Tensor:
+        table = self._table
+        temperatures = torch.from_numpy(table.temperature[rows])
+        if filtered:
+            top_k, top_p, min_p = (torch.from_numpy(c[rows]) for c in (table.top_k, table.top_p, table.min_p))
+            logits = reference.mask_unlikely(logits, temperatures, top_k, top_p, min_p)
+        token_indices = torch.from_numpy(lengths - self._rows.prompt_lens[rows])
+        return reference.sample(logits, temperatures, torch.from_numpy(table.seed[rows]), token_indices)
+
+    def _report(
+        self, raw: Tensor, reporting: Int64Array, rows: Int64Array, token_ids: Tensor
+    ) -> list[TokenLogprobs | None]:
+        wanted = self._table.logprobs[rows[reporting]].tolist()
+        chosen_ids = token_ids[torch.from_numpy(reporting)]
+        chosen, top_values, top_ids = reference.token_logprobs(raw, chosen_ids, max(wanted))
+        report: list[TokenLogprobs | None] = [None] * len(rows)
+        for i, k, token_id, logprob, ids, values in zip(
+            reporting.tolist(),
+            wanted,
+            chosen_ids.tolist(),
+            chosen.tolist(),
+            top_ids.tolist(),
+            top_values.tolist(),
+            strict=True,
+        ):
+            report[i] = TokenLogprobs(token_id, logprob, list(zip(ids[:k], values[:k], strict=True)))
+        return report
