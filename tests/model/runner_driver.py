@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from nanoinfer.attention.base import HeadLayout
 from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.batch import NewSequence, ScheduledBatch, TokenLogprobs
 from nanoinfer.kernels.kernel_set import EAGER, KernelSet
+from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import build_model
@@ -21,10 +23,10 @@ torch.set_num_threads(1)  # the models of these tests are so small that a second
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
 
-def decoder_from_hf(hf_model, dtype=torch.float32, kernels: KernelSet = EAGER, max_positions: int = 2048) -> Decoder:
+def decoder_from_hf(hf_model, dtype=torch.float32, kernels: KernelSet = EAGER) -> Decoder:
     """Our decoder with the weights of a transformers model, copied in memory."""
     config = ModelConfig.from_dict(hf_model.config.to_dict(), source="test")
-    decoder = build_model(config, kernels=kernels, dtype=dtype, device=CPU, max_positions=max_positions)
+    decoder = build_model(config, kernels=kernels, dtype=dtype, device=CPU)
     fill(decoder, hf_model.state_dict())
     return decoder
 
@@ -44,7 +46,15 @@ class Driver:
     """Runs sequences through a ModelRunner; physical blocks are handed out in a shuffled order."""
 
     def __init__(
-        self, decoder: Decoder, *, block_size=16, num_blocks=512, max_num_seqs=16, max_model_len=1024, seed=0
+        self,
+        decoder: Decoder,
+        *,
+        block_size=16,
+        num_blocks=512,
+        max_num_seqs=16,
+        max_model_len=1024,
+        seed=0,
+        kernels: KernelSet = EAGER,
     ) -> None:
         config = decoder.config
         caches = allocate_kv_caches(
@@ -59,7 +69,9 @@ class Driver:
         for cache in caches:  # stale content must never matter
             for tensor in cache:
                 tensor.fill_(100.0)
-        attention = TorchAttention(config.head_dim**-0.5)
+        heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
+        cos_sin = rotary_table(config.rope, config.head_dim, max_model_len, CPU)
+        attention = TorchAttention(heads, cos_sin, kernels)
         self.runner = ModelRunner(
             decoder, attention, caches, max_num_seqs=max_num_seqs, max_model_len=max_model_len, device=CPU
         )

@@ -1,4 +1,4 @@
-"""The protocol of attention back ends and the description of one step that they work from."""
+"""The protocol of attention back ends, and the descriptions of a model's heads and of one step that they work from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+KVCache = tuple[Tensor, Tensor]  # keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The heads of a model (of one rank's share of it) and the scale of their scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """Weights [head_dim] of the norms over each query and key head (Qwen3)."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -16,6 +37,7 @@ class AttentionBatch:
     on the host, so that a back end can plan without reading from the device.
     """
 
+    positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T]: where the step's keys and values are written; -1 nowhere
     cu_seqlens_q: Tensor  # int32 [B + 1]
     context_lens: Tensor  # int32 [B]: history plus this step's tokens
@@ -28,8 +50,11 @@ class AttentionBatch:
 class AttentionPlan(Protocol):
     """One step's attention, prepared once and run by every layer."""
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """q [T, heads, D], k and v [T, kv_heads, D], this layer's cache with k and v already in it -> [T, heads, D]."""
+    def run(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
+        """Norm and rotate q and k, write k and v to their slots, attend.
+
+        qkv [T, (heads + 2 kv_heads) * D] -> [T, heads * D].
+        """
         ...
 
 

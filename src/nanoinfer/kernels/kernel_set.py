@@ -1,9 +1,6 @@
-"""KernelSet: the operations that a decoder calls, so that a device's fast forms replace the plain ones in one place."""
+"""KernelSet: the operations that a decoder calls. This is the plain form; a device's set overrides what it fuses."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,26 +8,59 @@ from torch import Tensor
 from nanoinfer.kernels import reference
 
 
-@dataclass(frozen=True)
 class KernelSet:
-    """One implementation of each operation; signatures and meaning are those in `reference`.
+    """T tokens; weights are [out, in] as in a checkpoint, biases [out] or None.
 
-    `linear(x, weight, bias)` is x @ weight.T + bias with x [T, in], weight [out, in], bias [out] or None.
+    The residual stream is carried through `linear_add`, and a norm always feeds a matrix, so a set can fuse either
+    with the multiplication. Meaning and rounding of the elementwise parts are those in `reference`.
     """
 
-    name: str
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    silu_mul: Callable[[Tensor], Tensor]
-    qk_norm_rope_store: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    name = "eager"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in] -> x @ weight.T + bias, [T, out]."""
+        return F.linear(x, weight, bias)
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """x [T, in], residual [T, out] -> residual + linear(x)."""
+        return residual + self.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, H], weight [H] -> [T, H]."""
+        return reference.rms_norm(x, weight, eps)
+
+    def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """linear(rms_norm(x))."""
+        return self.linear(self.rms_norm(x, norm_weight, eps), weight, bias)
+
+    def norm_swiglu(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """silu(gate) * up of rms_norm(x), with weight [2 I, H] = gate rows, then up rows -> [T, I]."""
+        return self.silu_mul(self.norm_linear(x, norm_weight, eps, weight, bias))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 I] -> [T, I]."""
+        return reference.silu_mul(gate_up)
+
+    def qk_norm_rope_store(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos_sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, (heads + 2 kv_heads) * D] -> q [T, heads, D], k and v [T, kv_heads, D]; k and v go to their slots."""
+        return reference.qk_norm_rope_store(
+            qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping,
+            num_heads, num_kv_heads, head_dim,
+        )  # fmt: skip
 
 
-EAGER = KernelSet(
-    name="eager",
-    linear=F.linear,
-    rms_norm=reference.rms_norm,
-    add_rms_norm=reference.add_rms_norm,
-    silu_mul=reference.silu_mul,
-    qk_norm_rope_store=reference.qk_norm_rope_store,
-)
+EAGER = KernelSet()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.models.weights import WeightSlot
 
 
@@ -29,11 +30,11 @@ class LMHead:
 
     def __init__(self, weight: Tensor, *, kernels: KernelSet) -> None:
         self.weight = weight
-        self._linear = kernels.linear
+        self._kernels = kernels
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[S, H] -> float32 [S, V]."""
-        return self._linear(hidden, self.weight, None).float()
+    def after_norm(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the normed hidden states [S, H] -> float32 [S, V]."""
+        return self._kernels.norm_linear(hidden, norm.weight, norm.eps, self.weight, None).float()
 
     def weight_slots(self, name: str) -> dict[str, WeightSlot]:
         return {f"{name}.weight": WeightSlot(self.weight, tuple(self.weight.shape))}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.models.weights import WeightSlot
 
 
@@ -29,11 +30,19 @@ class Linear:
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._parts = parts
-        self._linear = kernels.linear
+        self._kernels = kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
-        return self._linear(x, self.weight, self.bias)
+    def after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the normed x: [T, in] -> [T, out]."""
+        return self._kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+
+    def swiglu_after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """With two parts, gate and up: silu(gate) * up of the normed x: [T, in] -> [T, out / 2]."""
+        return self._kernels.norm_swiglu(x, norm.weight, norm.eps, self.weight, self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [T, out] + what x [T, in] gives."""
+        return self._kernels.linear_add(x, self.weight, self.bias, residual)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         """The checkpoint tensors `prefix.PART.weight` (and `.bias`), each a view of its rows."""

@@ -18,9 +18,7 @@ MODELS = {
 }
 
 
-def build_model(
-    config: ModelConfig, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device, max_positions: int
-) -> Decoder:
+def build_model(config: ModelConfig, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device) -> Decoder:
     """The model for `config`, its weights still to be loaded through `weight_slots`."""
     model = MODELS[config.architecture]
-    return model(config, kernels=kernels, dtype=dtype, device=device, max_positions=max_positions)
+    return model(config, kernels=kernels, dtype=dtype, device=device)

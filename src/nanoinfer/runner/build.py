@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoinfer.attention.base import HeadLayout
 from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import Executor
 from nanoinfer.engine.info import EngineInfo
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.kernel_set import EAGER
+from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import DTYPE_BYTES, ModelConfig
 from nanoinfer.models.registry import build_model
 from nanoinfer.models.weights import WeightSlot
@@ -112,7 +114,6 @@ def build_data_plane(
         kernels=EAGER,
         dtype=getattr(torch, dtype),
         device=device,
-        max_positions=min(max_model_len, pool.capacity),
     )
     load(model.weight_slots())
     kv_caches = allocate_kv_caches(
@@ -124,13 +125,18 @@ def build_data_plane(
         getattr(torch, dtype),
         device,
     )
-    attention = TorchAttention(model_config.head_dim**-0.5)
+    heads = HeadLayout(
+        model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, model_config.head_dim**-0.5
+    )
+    num_positions = min(max_model_len, pool.capacity)
+    cos_sin = rotary_table(model_config.rope, model_config.head_dim, num_positions, device)
+    attention = TorchAttention(heads, cos_sin, EAGER)
     runner = ModelRunner(
         model,
         attention,
         kv_caches,
         max_num_seqs=config.max_num_seqs,
-        max_model_len=min(max_model_len, pool.capacity),
+        max_model_len=num_positions,
         device=device,
     )
     return DataPlane(

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, AttentionBatch
+from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
 from nanoinfer.engine.batch import ScheduledBatch, StepResult
-from nanoinfer.models.decoder import Decoder, KVCache
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.input_batch import SequenceRows, StepArrays
 from nanoinfer.runner.sampler import Sampler
 from nanoinfer.runner.sampling_table import SamplingTable
@@ -24,7 +24,6 @@ class StepInput:
     """One step on the device: T tokens, S of them the last of a sequence that samples. Fresh for every step."""
 
     input_ids: Tensor  # int64 [T]
-    positions: Tensor  # int64 [T]
     last_tokens: Tensor  # int64 [S]
     attention: AttentionBatch
 
@@ -92,9 +91,9 @@ class ModelRunner:
 
         return StepInput(
             input_ids=to_device(arrays.input_ids),
-            positions=to_device(arrays.positions),
             last_tokens=to_device(arrays.last_tokens),
             attention=AttentionBatch(
+                positions=to_device(arrays.positions),
                 slot_mapping=to_device(arrays.slot_mapping),
                 cu_seqlens_q=to_device(arrays.cu_seqlens_q),
                 context_lens=to_device(arrays.context_lens),
@@ -108,7 +107,5 @@ class ModelRunner:
     def _forward(self, step: StepInput) -> Tensor | None:
         """float32 logits [S, V]; None where no sequence samples in this step."""
         plan = self._attention.plan(step.attention)
-        hidden = self._model.forward(
-            step.input_ids, step.positions, step.attention.slot_mapping, plan, self._kv_caches, step.last_tokens
-        )
+        hidden = self._model.forward(step.input_ids, plan, self._kv_caches, step.last_tokens)
         return self._model.logits(hidden) if len(hidden) else None
