@@ -66,7 +66,7 @@ def stream(ids: Sequence[int], cuts: Sequence[int], decode: Callable[[list[int]]
 
 
 any_ids = st.lists(st.integers(0, SPECIAL), max_size=60)
-broken_ids = st.lists(st.sampled_from([0xE4, 0xBD, 0xF0, 0x9F, 0xFF, 0x41, 256 + 7, 256 + 10, SPECIAL]), max_size=90)
+broken_ids = st.lists(st.sampled_from([0xE4, 0xEF, 0xBF, 0xBD, 0xFF, 0x41, 256 + 7, 256 + 10, SPECIAL]), max_size=90)
 any_cuts = st.lists(st.integers(1, 60), max_size=60)
 every_token = range(1, 100)
 
@@ -82,6 +82,15 @@ def test_streamed_text_equals_the_text_of_all_ids_for_any_ids_and_pieces(ids: li
 @given(broken_ids)
 def test_invalid_bytes_stream_to_the_same_replacement_characters(ids: list[int]) -> None:
     assert "".join(stream(ids, every_token)) == decode_bytes(ids)
+
+
+def test_a_long_row_of_replacement_characters_in_single_bytes_streams_exactly() -> None:
+    ids = list("\ufffd".encode()) * 40
+    for lead in ([], [0xFF], [0xFF, 0xE4]):
+        assert "".join(stream([*lead, *ids], range(200))) == decode_bytes([*lead, *ids])
+    for length in range(40):
+        ids = [0xFF] * length + list("😀".encode())
+        assert "".join(stream(ids, every_token)) == decode_bytes(ids)
 
 
 @settings(max_examples=50, deadline=None)
@@ -127,6 +136,16 @@ def test_the_first_word_keeps_its_space_after_a_prompt_but_not_after_a_special_t
     assert IncrementalDetokenizer(decode_fallback, [256]).append([257]) == " world"
     assert IncrementalDetokenizer(decode_fallback, [256, SPECIAL]).append([257]) == "world"
     assert IncrementalDetokenizer(decode_fallback, []).append([257]) == "world"
+
+
+def test_a_lone_space_before_the_first_word_counts() -> None:
+    for ids in [258, 257], [SPECIAL, 258, 257], [258, SPECIAL, 257]:
+        assert "".join(stream(ids, every_token, decode_fallback)) == decode_fallback(ids) == " world"
+
+
+def test_byte_tokens_after_a_prompt_of_byte_tokens_are_read_apart_from_it() -> None:
+    detokenizer = IncrementalDetokenizer(decode_fallback, [256, *"你".encode()])
+    assert [detokenizer.append([i]) for i in "好".encode()] == ["", "", "好"]
 
 
 def test_a_prompt_that_ends_inside_a_character_does_not_leak_into_the_output() -> None:
@@ -206,6 +225,15 @@ def test_stop_string_counts_only_when_completed_after_min_tokens() -> None:
             detokenizer.append(list(ids))
         detokenizer.finish()
         assert (detokenizer.text, detokenizer.stopped) == (text, stopped), min_tokens
+
+
+def test_stop_string_that_does_not_count_yet_is_not_held_back_nor_found_later() -> None:
+    detokenizer = IncrementalDetokenizer(decode_bytes, stop=("ab", "a longer one"), min_tokens=3)
+    assert detokenizer.append(list(b"ab")) == "ab"
+    detokenizer = IncrementalDetokenizer(decode_bytes, stop=("xaby", "ab"), min_tokens=3)
+    assert [detokenizer.append([i]) for i in b"xab"] == ["", "", ""], "xaby may still come"
+    assert detokenizer.append(list(b"z")) == "xabz"
+    assert detokenizer.stopped is None
 
 
 @settings(max_examples=60, deadline=None)

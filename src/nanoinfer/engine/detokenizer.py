@@ -90,10 +90,8 @@ class IncrementalDecoder:
 
 
 def _prompt_context(decode: Decode, prompt_ids: Sequence[int]) -> list[int]:
-    """The prompt's last ids that end in whole characters; none after a special token, where a text starts anew."""
-    if not prompt_ids or not decode(list(prompt_ids[-1:])):
-        return []
-    for length in range(1, _MAX_TOKENS_PER_CHARACTER + 1):
+    """The prompt's last ids that are whole characters. A special token alone will do: a text starts anew after it."""
+    for length in range(1, min(len(prompt_ids), _MAX_TOKENS_PER_CHARACTER) + 1):
         context = list(prompt_ids[-length:])
         if _REPLACEMENT not in decode(context):
             return context
