@@ -41,6 +41,23 @@ class KernelSet:
         """[T, 2 I] -> [T, I]."""
         return reference.silu_mul(gate_up)
 
+    def head_sample(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        token_indices: Tensor,
+    ) -> Tensor:
+        """Norm, LM head [V, H] and a draw (or argmax at temperature 0) for x [S, H] -> token ids int64 [S].
+
+        temperatures float32, seeds and token_indices (of the output token that is drawn) int64, all [S].
+        """
+        logits = self.norm_linear(x, norm_weight, eps, weight, None).float()
+        return reference.sample(logits, temperatures, seeds, token_indices)
+
     def qk_norm_rope_store(
         self,
         qkv: Tensor,

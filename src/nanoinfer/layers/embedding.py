@@ -36,5 +36,11 @@ class LMHead:
         """Of the normed hidden states [S, H] -> float32 [S, V]."""
         return self._kernels.norm_linear(hidden, norm.weight, norm.eps, self.weight, None).float()
 
+    def sample_after_norm(
+        self, hidden: Tensor, norm: RMSNorm, temperatures: Tensor, seeds: Tensor, token_indices: Tensor
+    ) -> Tensor:
+        """A token drawn from the logits of each row: [S, H] -> int64 [S]."""
+        return self._kernels.head_sample(hidden, norm.weight, norm.eps, self.weight, temperatures, seeds, token_indices)
+
     def weight_slots(self, name: str) -> dict[str, WeightSlot]:
         return {f"{name}.weight": WeightSlot(self.weight, tuple(self.weight.shape))}

@@ -82,20 +82,24 @@ class Decoder:
         self.lm_head = LMHead(head_weight, kernels=kernels)
 
     def forward(
-        self, input_ids: Tensor, attention: AttentionPlan, kv_caches: Sequence[KVCache], last_tokens: Tensor
+        self, input_ids: Tensor, attention: AttentionPlan, kv_caches: Sequence[KVCache], last_tokens: Tensor | None
     ) -> Tensor:
-        """The residual stream of the tokens whose successor is sampled, ready for `logits`.
+        """The residual stream of the tokens whose successor is sampled, ready for `logits` or `sample`.
 
-        input_ids int64 [T]; last_tokens int64 [S], indices into the T tokens -> [S, H].
+        input_ids int64 [T]; last_tokens int64 [S], indices into the T tokens, None for all of them -> [S, H].
         """
         hidden = self.embed_tokens(input_ids)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             hidden = layer(hidden, cache, attention)
-        return hidden[last_tokens]
+        return hidden if last_tokens is None else hidden[last_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> float32 [S, V]."""
         return self.lm_head.after_norm(hidden, self.norm)
+
+    def sample(self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, token_indices: Tensor) -> Tensor:
+        """[S, H] -> token ids int64 [S], drawn by nothing but temperature; see `KernelSet.head_sample`."""
+        return self.lm_head.sample_after_norm(hidden, self.norm, temperatures, seeds, token_indices)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Hugging Face tensor name -> where that tensor goes."""
