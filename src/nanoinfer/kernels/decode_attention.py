@@ -179,10 +179,10 @@ def _decode_kernel(
             valid = in_split[:, None] & lane_valid[None, :]
             k = tl.load(k_cache_ptr + row[:, None] + lane[None, :], mask=valid, other=0.0)
             v = tl.load(v_cache_ptr + row[:, None] + lane[None, :], mask=valid, other=0.0)
-            scores = dot(q, tl.trans(k), tl.zeros([BLOCK_G, BLOCK_T], tl.float32)) * scale
+            scores = dot(q, tl.trans(k), tl.zeros([BLOCK_G, BLOCK_T], tl.float32))
             scores = tl.where(in_split[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            weight = tl.exp2(scores - new_top[:, None])
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+            weight = tl.exp2(scores * scale - new_top[:, None])
             decay = tl.exp2(top - new_top)
             total = total * decay + tl.sum(weight, axis=1)
             acc = dot(weight.to(element), v, acc * decay[:, None])

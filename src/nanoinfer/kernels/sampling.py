@@ -1,0 +1,270 @@
+"""Draw a token from logits, or straight from the last hidden state: the best score of each part, then the best of those.
+
+A score is logit / temperature - log(noise) with the counter-based Exp(1) noise of the torch twin (the Gumbel-max trick),
+or the logit itself at temperature 0. The largest score wins, the lowest id among equals. Since scores of different parts
+of the vocabulary compare directly, neither the maximum nor the sum over the vocabulary is needed, and with the LM head
+fused in, logits never reach memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from nanoinfer.kernels.common import INTERPRETED, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.gemv import MAX_ROWS, GemvShape
+
+CHUNK = 4096  # logits per program
+CANDIDATES = 4096  # candidates that the second stage compares at a time
+NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
+
+
+@triton.jit
+def _mix64(x):
+    """The output function of SplitMix64 on uint64."""
+    x += 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _log_noise(seed, token_index, token_id):
+    """Logarithm of the Exp(1) noise of a (seed, index of the output token) pair at the given token ids."""
+    key = _mix64(_mix64(seed.to(tl.uint64)) + token_index.to(tl.uint64))
+    low = key.to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
+    x = token_id.to(tl.uint32) * 0x9E3779B1 + low
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13) ^ high) * 0xC2B2AE35
+    x = x ^ (x >> 16)
+    uniform = ((x >> 1).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
+    if INTERPRETED:  # which lacks log1p: Kahan's form of it
+        rest = 1.0 - uniform
+        noise = tl.where(rest == 1.0, uniform, -tl.log(rest) * uniform / (1.0 - rest))
+    else:
+        noise = -libdevice.log1p(-uniform)
+    return tl.log(tl.maximum(noise, 1e-10))
+
+
+@triton.jit
+def _score(logits, token_id, temperature, seed, token_index):
+    if temperature == 0.0:
+        score = logits
+    else:
+        score = logits / temperature - _log_noise(seed, token_index, token_id)
+    return score
+
+
+@triton.jit
+def _lm_head_scores_kernel(
+    x_ptr,  # [M, K]
+    weight_ptr,  # [V, K]
+    norm_weight_ptr,  # [K]
+    temperatures_ptr,  # [M]
+    seeds_ptr,  # [M]
+    token_indices_ptr,  # [M]
+    scores_ptr,  # [M, programs]
+    ids_ptr,  # [M, programs]
+    eps,
+    first_id,
+    x_stride,
+    V,
+    K,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    enter(PDL)
+    program = tl.program_id(0)
+    row = program * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_K)
+    column_valid = column < K
+    valid = (row < V)[:, None] & column_valid[None, :]
+    weight = tl.load(weight_ptr + row.to(tl.int64)[:, None] * K + column[None, :], mask=valid, other=0.0)
+    if NORM:
+        norm_weight = tl.load(norm_weight_ptr + column, mask=column_valid, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    for m in tl.static_range(M):
+        x = tl.load(x_ptr + m * x_stride + column, mask=column_valid, other=0.0).to(tl.float32)
+        if NORM:
+            x = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * norm_weight
+        logits = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+        token_id = first_id + row
+        temperature = tl.load(temperatures_ptr + m)
+        score = _score(logits, token_id, temperature, tl.load(seeds_ptr + m), tl.load(token_indices_ptr + m))
+        score = tl.where(row < V, score, float("-inf"))
+        best, at = tl.max(score, axis=0, return_indices=True)
+        place = m * tl.num_programs(0) + program
+        tl.store(scores_ptr + place, best)
+        tl.store(ids_ptr + place, first_id + program * ROWS + at)
+
+
+@triton.jit
+def _logits_scores_kernel(
+    logits_ptr,  # [B, V]
+    temperatures_ptr,  # [B]
+    seeds_ptr,  # [B]
+    token_indices_ptr,  # [B]
+    thresholds_ptr,  # [B]
+    cutoffs_ptr,  # [B]
+    scores_ptr,  # [B, chunks]
+    ids_ptr,  # [B, chunks]
+    first_id,
+    row_stride,
+    V,
+    CHUNK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    enter(PDL)
+    wait_for_inputs(PDL)
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = tl.load(logits_ptr + row * row_stride + column, mask=column < V, other=float("-inf")).to(tl.float32)
+    token_id = first_id + column
+    temperature = tl.load(temperatures_ptr + row)
+    score = _score(logits, token_id, temperature, tl.load(seeds_ptr + row), tl.load(token_indices_ptr + row))
+    kept = column < V
+    if BOUNDED:
+        threshold = tl.load(thresholds_ptr + row)
+        kept = kept & ((logits > threshold) | ((logits == threshold) & (column <= tl.load(cutoffs_ptr + row))))
+    score = tl.where(kept, score, float("-inf"))
+    best, at = tl.max(score, axis=0, return_indices=True)
+    place = row * tl.num_programs(0) + chunk
+    tl.store(scores_ptr + place, best)
+    tl.store(ids_ptr + place, first_id + chunk * CHUNK + at)
+
+
+@triton.jit
+def _best_kernel(scores_ptr, ids_ptr, token_ids_ptr, best_scores_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program per row: the largest of count scores, the lowest id among equals."""
+    enter(PDL)
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = tl.full([BLOCK], NO_TOKEN, tl.int32)
+    for start in range(0, count, BLOCK):
+        candidate = start + tl.arange(0, BLOCK)
+        score = tl.load(scores_ptr + row * count + candidate, mask=candidate < count, other=float("-inf"))
+        token_id = tl.load(ids_ptr + row * count + candidate, mask=candidate < count, other=NO_TOKEN)
+        better = (score > best) | ((score == best) & (token_id < best_id))
+        best = tl.where(better, score, best)
+        best_id = tl.where(better, token_id, best_id)
+    top = tl.max(best, axis=0)
+    winner = tl.min(tl.where(best == top, best_id, NO_TOKEN), axis=0)
+    winner = tl.where(winner == NO_TOKEN, 0, winner)  # a row of NaN must still name a token that exists
+    tl.store(token_ids_ptr + row, winner.to(tl.int64))
+    tl.store(best_scores_ptr + row, top)
+
+
+def _best(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    batch, count = scores.shape
+    token_ids = torch.empty(batch, dtype=torch.int64, device=scores.device)
+    best_scores = torch.empty(batch, dtype=torch.float32, device=scores.device)
+    block = min(CANDIDATES, triton.next_power_of_2(count))
+    _best_kernel[(batch,)](
+        scores,
+        ids,
+        token_ids,
+        best_scores,
+        count,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 128)),
+        **pdl_options(scores),
+    )
+    return token_ids, best_scores
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    token_indices: Tensor,
+    bounds: tuple[Tensor, Tensor] | None = None,
+    *,
+    first_id: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row: logits [B, V] of any float type -> (ids int64 [B], their scores float32 [B]).
+
+    temperatures float32 [B] (0 takes the first largest logit); seeds and token_indices int64 [B] key the noise. bounds
+    are what keep_bounds returned. first_id is the id of the first column (a shard of the vocabulary); scores of
+    different shards compare directly.
+    """
+    batch, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    scores = torch.empty(batch, chunks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
+    thresholds, cutoffs = bounds if bounds is not None else (None, None)
+    _logits_scores_kernel[(chunks, batch)](
+        logits,
+        temperatures,
+        seeds,
+        token_indices,
+        thresholds,
+        cutoffs,
+        scores,
+        ids,
+        first_id,
+        logits.stride(0),
+        vocab_size,
+        CHUNK=CHUNK,
+        BOUNDED=bounds is not None,
+        num_warps=8,
+        **pdl_options(logits),
+    )
+    return _best(scores, ids)
+
+
+def lm_head_sample(
+    hidden: Tensor,
+    weight: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    token_indices: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    first_id: int = 0,
+    shape: GemvShape | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, from hidden [M, K] (M <= gemv.MAX_ROWS) and the LM head's weight [V, K], without writing logits.
+
+    With norm_weight [K], hidden is RMS-normed first.
+    """
+    tokens, width = hidden.shape
+    vocab_size = weight.shape[0]
+    assert 1 <= tokens <= MAX_ROWS and weight.shape[1] == width and weight.is_contiguous() and hidden.stride(1) == 1
+    rows, num_warps = shape or GemvShape(max(2, 16384 // triton.next_power_of_2(width)), 8)
+    programs = triton.cdiv(vocab_size, rows)
+    scores = torch.empty(tokens, programs, dtype=torch.float32, device=hidden.device)
+    ids = torch.empty(tokens, programs, dtype=torch.int32, device=hidden.device)
+    _lm_head_scores_kernel[(programs,)](
+        hidden,
+        weight,
+        norm_weight,
+        temperatures,
+        seeds,
+        token_indices,
+        scores,
+        ids,
+        eps,
+        first_id,
+        hidden.stride(0),
+        vocab_size,
+        width,
+        M=tokens,
+        ROWS=rows,
+        BLOCK_K=triton.next_power_of_2(width),
+        NORM=norm_weight is not None,
+        num_warps=num_warps,
+        **pdl_options(hidden),
+    )
+    return _best(scores, ids)

@@ -1,0 +1,70 @@
+"""GEMV and skinny matrix product, with everything that is fused into them, against the torch twins in sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_inputs import assert_close, normal
+from nanoinfer.kernels import gemv, reference, skinny_matmul
+
+EPS = 1e-6
+
+
+def expected(x, weight, norm_weight=None, bias=None, residual=None, swiglu=False):
+    wide = x.float()
+    if norm_weight is not None:
+        wide = reference.rms_norm(wide, norm_weight.float(), EPS)
+    out = wide @ weight.float().T
+    if swiglu:
+        out = reference.silu_mul(out)
+    if bias is not None:
+        out = out + bias.float()
+    if residual is not None:
+        out = out + residual.float()
+    return out.to(x.dtype)
+
+
+def gemv_in_tiles(*args, **kwargs):
+    return gemv.gemv(*args, shape=gemv.GemvShape(4, 4), **kwargs)
+
+
+def skinny_in_tiles(*args, **kwargs):
+    return skinny_matmul.skinny_matmul(*args, shape=skinny_matmul.SkinnyShape(16, 64, 4, 2), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tokens"),
+    [(gemv.gemv, 1), (gemv_in_tiles, 3), (skinny_matmul.skinny_matmul, 1), (skinny_in_tiles, 5), (skinny_in_tiles, 17)],
+)
+@pytest.mark.parametrize("fused", ["nothing", "norm", "norm+swiglu", "residual", "norm+bias+residual"])
+@pytest.mark.parametrize(("features", "width"), [(48, 128), (37, 200)])
+def test_matrix_product_with_what_is_fused(kernel, tokens, fused, features, width, device):
+    dtype = torch.bfloat16
+    options = {}
+    if "norm" in fused:
+        options["norm_weight"] = normal(width, dtype=dtype, device=device)
+    if "swiglu" in fused:
+        options["swiglu"] = True
+    if "bias" in fused:
+        options["bias"] = normal(features, dtype=dtype, device=device)
+    if "residual" in fused:
+        options["residual"] = normal(tokens, features, dtype=dtype, device=device)
+    x = normal(tokens, width, dtype=dtype, device=device)
+    rows = features * (2 if "swiglu" in fused else 1)
+    weight = normal(rows, width, dtype=dtype, device=device, seed=1) * width**-0.5
+    assert_close(kernel(x, weight, eps=EPS, **options), expected(x, weight, **options))
+
+
+@pytest.mark.parametrize("kernel", [gemv.gemv, skinny_matmul.skinny_matmul])
+def test_prefetch_of_the_next_weight_changes_nothing(kernel, device):
+    x = normal(2, 64, dtype=torch.bfloat16, device=device)
+    weight, following = (normal(n, 64, dtype=torch.bfloat16, device=device) for n in (32, 1111))
+    assert torch.equal(kernel(x, weight, next_weight=following), kernel(x, weight))
+
+
+def test_float32_and_rows_of_a_wider_tensor(device):
+    wide = normal(2, 200, dtype=torch.float32, device=device)
+    weight = normal(24, 128, dtype=torch.float32, device=device)
+    for kernel in (gemv.gemv, skinny_in_tiles):
+        assert_close(kernel(wide[:, :128], weight), expected(wide[:, :128], weight))
