@@ -81,6 +81,7 @@ class LLM:
             eos_token_ids=frozenset(read_eos_token_ids(source.folder)),
             max_model_len=plane.max_model_len,
             seed=config.seed,
+            overlap=plane.overlap,
         )
         self._backlog: list[OutputDelta] = []  # deltas of requests that a call ran along with its own
         self._num_submitted = 0

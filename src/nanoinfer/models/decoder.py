@@ -34,7 +34,8 @@ class DecoderLayer:
 
         self.input_layernorm = norm(hidden)
         self.qkv_proj = linear(hidden, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, config.qkv_bias)
-        self.q_norm, self.k_norm = (norm(config.head_dim), norm(config.head_dim)) if config.qk_norm else (None, None)
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.o_proj = linear(q_size, {"o_proj": hidden}, config.o_bias)
         self.post_attention_layernorm = norm(hidden)
         self.gate_up_proj = linear(hidden, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)

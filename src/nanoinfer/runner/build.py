@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoinfer.attention.base import HeadLayout
+from nanoinfer.attention.base import AttentionBackend, HeadLayout, KVCache
 from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import Executor
@@ -16,11 +16,13 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.kernel_set import EAGER
 from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import DTYPE_BYTES, ModelConfig
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import build_model
 from nanoinfer.models.weights import WeightSlot
 from nanoinfer.runner import memory
-from nanoinfer.runner.executor import LocalExecutor
+from nanoinfer.runner.executor import LocalExecutor, Runner
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
+from nanoinfer.runner.overlapped_runner import OverlappedRunner
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -32,6 +34,7 @@ class DataPlane:
     """An executor and what was decided on the way to it. `max_model_len` is the model's own limit, in tokens."""
 
     executor: Executor
+    overlap: bool  # whether a step may be submitted before the last one's result is known
     pool: memory.KVGeometry
     device: torch.device
     dtype: str
@@ -131,16 +134,10 @@ def build_data_plane(
     num_positions = min(max_model_len, pool.capacity)
     cos_sin = rotary_table(model_config.rope, model_config.head_dim, num_positions, device)
     attention = TorchAttention(heads, cos_sin, EAGER)
-    runner = ModelRunner(
-        model,
-        attention,
-        kv_caches,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=num_positions,
-        device=device,
-    )
+    runner = make_runner(model, attention, kv_caches, config=config, max_model_len=num_positions, device=device)
     return DataPlane(
         executor=LocalExecutor(runner),
+        overlap=isinstance(runner, OverlappedRunner),
         pool=pool,
         device=device,
         dtype=dtype,
@@ -150,6 +147,36 @@ def build_data_plane(
         weight_bytes=model_config.weight_bytes(dtype),
         max_model_len=max_model_len,
         warnings=tuple(warnings),
+    )
+
+
+def make_runner(
+    model: Decoder,
+    attention: AttentionBackend,
+    kv_caches: list[KVCache],
+    *,
+    config: EngineConfig,
+    max_model_len: int,
+    device: torch.device,
+) -> Runner:
+    """The plain runner on a CPU, where a step cannot run beside Python anyway; the overlapped one on a GPU."""
+    if device.type == "cpu":
+        return ModelRunner(
+            model,
+            attention,
+            kv_caches,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            device=device,
+        )
+    return OverlappedRunner(
+        model,
+        attention,
+        kv_caches,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        device=device,
+        use_graphs=not config.enforce_eager,
     )
 
 

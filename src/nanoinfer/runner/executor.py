@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from nanoinfer.engine.batch import CompletedStep, ScheduledBatch, StepHandle, StepResult
+from nanoinfer.engine.batch import ScheduledBatch, StepHandle, StepResult
 from nanoinfer.errors import EngineError
-from nanoinfer.runner.model_runner import ModelRunner
+
+
+class Runner(Protocol):
+    """Launches steps in order: ModelRunner waits for each, OverlappedRunner does not."""
+
+    def launch(self, batch: ScheduledBatch) -> StepHandle: ...
 
 
 @dataclass(frozen=True)
@@ -20,15 +26,15 @@ class FailedStep:
 
 
 class LocalExecutor:
-    """Runs each step at once, in the caller's thread."""
+    """Launches each step at once, from the caller's thread."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
-        """Run `batch`; an exception is kept for the handle's `result`, so that callers have one place to catch it."""
+        """Launch `batch`; an exception is kept for the handle's `result`: callers have one place to catch it."""
         try:
-            return CompletedStep(self._runner.run(batch))
+            return self._runner.launch(batch)
         except Exception as error:
             return FailedStep(error)
 

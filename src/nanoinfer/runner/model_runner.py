@@ -1,8 +1,9 @@
-"""ModelRunner: one scheduled batch in, one sampled token per sequence out."""
+"""ModelRunner: one scheduled batch in, one sampled token per sequence out. Waits for each step: the plain form."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
-from nanoinfer.engine.batch import ScheduledBatch, StepResult
+from nanoinfer.engine.batch import CompletedStep, ScheduledBatch, StepResult
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.input_batch import SequenceRows, StepArrays
 from nanoinfer.runner.sampler import Sampler
@@ -26,6 +27,24 @@ class StepInput:
     input_ids: Tensor  # int64 [T]
     last_tokens: Tensor  # int64 [S]
     attention: AttentionBatch
+
+
+def step_input(batch: ScheduledBatch, arrays: StepArrays, to_device: Callable[[NDArray[Any]], Tensor]) -> StepInput:
+    """The arrays of a step on the device."""
+    return StepInput(
+        input_ids=to_device(arrays.input_ids),
+        last_tokens=to_device(arrays.last_tokens),
+        attention=AttentionBatch(
+            positions=to_device(arrays.positions),
+            slot_mapping=to_device(arrays.slot_mapping),
+            cu_seqlens_q=to_device(arrays.cu_seqlens_q),
+            context_lens=to_device(arrays.context_lens),
+            block_tables=to_device(arrays.block_tables),
+            starts=batch.starts,
+            query_lens=batch.counts,
+            num_decodes=batch.num_decodes,
+        ),
+    )
 
 
 def allocate_kv_caches(
@@ -67,7 +86,11 @@ class ModelRunner:
         self._device = device
         self._rows = SequenceRows(max_num_seqs, max_model_len, block_size=kv_caches[0][0].shape[1])
         self._table = SamplingTable(max_num_seqs)
-        self._sampler = Sampler(self._table, self._rows)
+        self._sampler = Sampler(self._table, self._rows, device)
+
+    def launch(self, batch: ScheduledBatch) -> CompletedStep:
+        """`run` behind the interface of runners that do not wait."""
+        return CompletedStep(self.run(batch))
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> StepResult:
@@ -77,32 +100,13 @@ class ModelRunner:
         for sequence in batch.new_sequences:
             self._table.insert(sequence)
         arrays = self._rows.step_arrays(batch)
-        logits = self._forward(self._step_input(batch, arrays))
+        logits = self._forward(step_input(batch, arrays, lambda array: torch.from_numpy(array).to(self._device)))
         if logits is None:
             return StepResult([], device_ms=(time.perf_counter() - began) * 1e3)
         sampled = self._sampler.sample(logits, arrays.sample_rows, arrays.sample_lens)
-        token_ids = sampled.token_ids.numpy()
+        token_ids = sampled.token_ids.cpu().numpy()
         self._rows.append_tokens(arrays.sample_rows, arrays.sample_lens, token_ids)
         return StepResult(token_ids.tolist(), sampled.logprobs, device_ms=(time.perf_counter() - began) * 1e3)
-
-    def _step_input(self, batch: ScheduledBatch, arrays: StepArrays) -> StepInput:
-        def to_device(array: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(self._device)
-
-        return StepInput(
-            input_ids=to_device(arrays.input_ids),
-            last_tokens=to_device(arrays.last_tokens),
-            attention=AttentionBatch(
-                positions=to_device(arrays.positions),
-                slot_mapping=to_device(arrays.slot_mapping),
-                cu_seqlens_q=to_device(arrays.cu_seqlens_q),
-                context_lens=to_device(arrays.context_lens),
-                block_tables=to_device(arrays.block_tables),
-                starts=batch.starts,
-                query_lens=batch.counts,
-                num_decodes=batch.num_decodes,
-            ),
-        )
 
     def _forward(self, step: StepInput) -> Tensor | None:
         """float32 logits [S, V]; None where no sequence samples in this step."""

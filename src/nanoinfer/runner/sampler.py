@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +27,13 @@ class Sampled:
 class Sampler:
     """Chooses one token per row of logits. Order: min_tokens, penalties, temperature with top-k, top-p, min-p, draw."""
 
-    def __init__(self, table: SamplingTable, rows: SequenceRows) -> None:
+    def __init__(self, table: SamplingTable, rows: SequenceRows, device: torch.device) -> None:
         self._table = table
         self._rows = rows
+        self._device = device
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
 
     def sample(self, logits: Tensor, rows: Int64Array, lengths: Int64Array) -> Sampled:
         """logits float32 [S, V], changed in place; rows [S]; lengths [S] counts each row's known tokens."""
@@ -37,7 +42,7 @@ class Sampler:
             return Sampled(logits.argmax(dim=-1), None)
 
         reporting = np.flatnonzero(needs & LOGPROBS)
-        raw = logits[torch.from_numpy(reporting)] if reporting.size else None
+        raw = logits[self._tensor(reporting)] if reporting.size else None
         self._forbid_stop_tokens(logits, needs, rows, lengths)
         self._penalise(logits, needs, rows, lengths)
         token_ids = self._choose(logits, needs, rows, lengths)
@@ -58,45 +63,45 @@ class Sampler:
             return
         table, chosen = self._table, rows[selected]
         known = self._rows.token_ids[chosen, : int(lengths[selected].max())].astype(np.int64)
-        index = torch.from_numpy(selected)
+        index = self._tensor(selected)
         logits[index] = reference.apply_penalties(
             logits[index],
-            torch.from_numpy(known),
-            torch.from_numpy(self._rows.prompt_lens[chosen]),
-            torch.from_numpy(lengths[selected]),
-            torch.from_numpy(table.repetition[chosen]),
-            torch.from_numpy(table.presence[chosen]),
-            torch.from_numpy(table.frequency[chosen]),
+            self._tensor(known),
+            self._tensor(self._rows.prompt_lens[chosen]),
+            self._tensor(lengths[selected]),
+            self._tensor(table.repetition[chosen]),
+            self._tensor(table.presence[chosen]),
+            self._tensor(table.frequency[chosen]),
         )
 
     def _choose(self, logits: Tensor, needs: NDArray[np.uint8], rows: Int64Array, lengths: Int64Array) -> Tensor:
-        token_ids = torch.empty(len(rows), dtype=torch.int64)
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         greedy = np.flatnonzero(needs & RANDOM == 0)
         if greedy.size:
-            index = torch.from_numpy(greedy)
+            index = self._tensor(greedy)
             token_ids[index] = logits[index].argmax(dim=-1)
         for filtered in (0, FILTER):
             selected = np.flatnonzero(needs & (RANDOM | FILTER) == RANDOM | filtered)
             if selected.size:
-                token_ids[torch.from_numpy(selected)] = self._draw(
-                    logits[torch.from_numpy(selected)], rows[selected], lengths[selected], bool(filtered)
+                token_ids[self._tensor(selected)] = self._draw(
+                    logits[self._tensor(selected)], rows[selected], lengths[selected], bool(filtered)
                 )
         return token_ids
 
     def _draw(self, logits: Tensor, rows: Int64Array, lengths: Int64Array, filtered: bool) -> Tensor:
         table = self._table
-        temperatures = torch.from_numpy(table.temperature[rows])
+        temperatures = self._tensor(table.temperature[rows])
         if filtered:
-            top_k, top_p, min_p = (torch.from_numpy(c[rows]) for c in (table.top_k, table.top_p, table.min_p))
+            top_k, top_p, min_p = (self._tensor(c[rows]) for c in (table.top_k, table.top_p, table.min_p))
             logits = reference.mask_unlikely(logits, temperatures, top_k, top_p, min_p)
-        token_indices = torch.from_numpy(lengths - self._rows.prompt_lens[rows])
-        return reference.sample(logits, temperatures, torch.from_numpy(table.seed[rows]), token_indices)
+        token_indices = self._tensor(lengths - self._rows.prompt_lens[rows])
+        return reference.sample(logits, temperatures, self._tensor(table.seed[rows]), token_indices)
 
     def _report(
         self, raw: Tensor, reporting: Int64Array, rows: Int64Array, token_ids: Tensor
     ) -> list[TokenLogprobs | None]:
         wanted = self._table.logprobs[rows[reporting]].tolist()
-        chosen_ids = token_ids[torch.from_numpy(reporting)]
+        chosen_ids = token_ids[self._tensor(reporting)]
         chosen, top_values, top_ids = reference.token_logprobs(raw, chosen_ids, max(wanted))
         report: list[TokenLogprobs | None] = [None] * len(rows)
         for i, k, token_id, logprob, ids, values in zip(

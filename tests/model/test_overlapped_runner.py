@@ -1,0 +1,88 @@
+"""The overlapped runner against transformers and against its plain twin, on a CPU, where the same code runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_parity import FAMILIES, greedy, randomise
+from transformers import AutoModelForCausalLM
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.runner import build
+from nanoinfer.runner.cuda_graphs import bucket_sizes
+from nanoinfer.runner.overlapped_runner import OverlappedRunner
+
+
+@pytest.fixture
+def overlapped(monkeypatch):
+    def make(model, attention, kv_caches, *, config, max_model_len, device):
+        return OverlappedRunner(
+            model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+            device=device, use_graphs=False,
+        )  # fmt: skip
+
+    monkeypatch.setattr(build, "make_runner", make)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    torch.manual_seed(3)
+    config = FAMILIES["qwen3-gqa2"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    randomise(model)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    prompts = [torch.randint(0, config.vocab_size, (n,)).tolist() for n in (40, 1, 17, 16, 33)]
+    return str(folder), prompts, [greedy(model, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_blocks": 14}, {"schedule": "prefill-first", "max_prefill_chunk": 5}, {"max_num_seqs": 2}],
+    ids=["default", "preemption", "prefill-first", "two at a time"],
+)
+def test_greedy_ids_equal_transformers_with_overlap(case, overlapped, options):
+    folder, prompts, expected = case
+    with LLM(folder, device="cpu", **({"num_blocks": 200} | options)) as llm:
+        assert llm._engine._max_in_flight == 1
+        params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
+        assert llm.check_integrity() == []
+
+
+def test_every_sampling_rule_gives_what_the_plain_runner_gives(case, monkeypatch):
+    """Penalties need token ids that the host learns late; logits of a graph must not be changed under its feet."""
+    folder, prompts, _ = case
+    params = [
+        SamplingParams(temperature=0.9, seed=1, max_tokens=30),
+        SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=2, max_tokens=30),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=30),
+        SamplingParams(temperature=0.8, seed=4, logprobs=3, max_tokens=30, presence_penalty=0.5),
+        SamplingParams(temperature=0.0, min_tokens=20, max_tokens=30, stop_token_ids=list(range(300))),
+    ]
+    results = []
+    for runner in ("plain", "overlapped"):
+        if runner == "overlapped":
+            monkeypatch.setattr(
+                build,
+                "make_runner",
+                lambda model, attention, kv_caches, *, config, max_model_len, device: OverlappedRunner(
+                    model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+                    device=device, use_graphs=False,
+                ),
+            )  # fmt: skip
+        with LLM(folder, device="cpu", num_blocks=12) as llm:
+            results.append([o.outputs[0] for o in llm.generate(prompts, params)])
+    for plain, overlapped_output in zip(*results, strict=True):
+        assert plain.token_ids == overlapped_output.token_ids
+        for one, other in zip(plain.logprobs or [], overlapped_output.logprobs or [], strict=True):
+            assert one.token_id == other.token_id
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 12, 17, 20, 33, 256, 513])
+def test_every_batch_fits_a_bucket_and_no_bucket_exceeds_the_limit(max_num_seqs):
+    sizes = bucket_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_num_seqs
+    assert sizes[0] == 1
