@@ -1,0 +1,78 @@
+"""Attention on CUDA through our own Triton kernels: split-KV paged decode, and prefill with or without history."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanoinfer.attention.base import AttentionBatch, AttentionPlan, HeadLayout, KVCache, QKNorm
+from nanoinfer.kernels.decode_attention import DecodeWorkspace, fused_decode_attention
+from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.kernels.prefill_attention import paged_prefill_attention, prefill_attention
+
+
+class TritonAttention:
+    """Block sizes of 16 and more. cos_sin float32 [positions, head_dim]; at most max_num_seqs decodes in a step."""
+
+    name = "triton"
+
+    def __init__(self, heads: HeadLayout, cos_sin: Tensor, kernels: KernelSet, max_num_seqs: int) -> None:
+        self.heads = heads
+        self.cos_sin = cos_sin
+        self.kernels = kernels
+        self.workspace = DecodeWorkspace.for_batches(
+            max_num_seqs, heads.num_heads, heads.num_kv_heads, heads.head_dim, cos_sin.device
+        )
+
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        return _Plan(self, batch)
+
+
+class _Plan:
+    def __init__(self, backend: TritonAttention, batch: AttentionBatch) -> None:
+        self._backend = backend
+        self._batch = batch
+        first = batch.num_decodes
+        self._num_prefills = len(batch.query_lens) - first if batch.query_lens else 0
+        if self._num_prefills:
+            # Cumulative lengths counted from the first prefill token.
+            self._prefill_starts = batch.cu_seqlens_q[first:] - first
+            self._max_queries = max(batch.query_lens[first:])
+            self._has_history = any(batch.starts[first:])
+
+    def run(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
+        decodes = self._batch.num_decodes
+        if not self._num_prefills:
+            return self._decode(qkv, qk_norm, cache).flatten(1)
+        if not decodes:
+            return self._prefill(qkv, qk_norm, cache).flatten(1)
+        return torch.cat(
+            (self._decode(qkv[:decodes], qk_norm, cache), self._prefill(qkv[decodes:], qk_norm, cache))
+        ).flatten(1)
+
+    def _decode(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
+        backend, batch, count = self._backend, self._batch, self._batch.num_decodes
+        q_weight, k_weight, eps = _norm_arguments(qk_norm)
+        return fused_decode_attention(
+            qkv, q_weight, k_weight, eps, backend.cos_sin, *cache, batch.slot_mapping[:count],
+            batch.block_tables[:count], batch.context_lens[:count], backend.heads.scale, backend.heads.num_heads,
+            backend.workspace,
+        )  # fmt: skip
+
+    def _prefill(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
+        backend, batch, heads, first = self._backend, self._batch, self._backend.heads, self._batch.num_decodes
+        q_weight, k_weight, eps = _norm_arguments(qk_norm)
+        q, k, v = backend.kernels.qk_norm_rope_store(
+            qkv, q_weight, k_weight, eps, backend.cos_sin, batch.positions[first:], *cache,
+            batch.slot_mapping[first:], heads.num_heads, heads.num_kv_heads, heads.head_dim,
+        )  # fmt: skip
+        if not self._has_history:
+            return prefill_attention(q, k, v, self._prefill_starts, self._max_queries, heads.scale)
+        return paged_prefill_attention(
+            q, *cache, batch.block_tables[first:], self._prefill_starts, batch.context_lens[first:],
+            self._max_queries, heads.scale,
+        )  # fmt: skip
+
+
+def _norm_arguments(qk_norm: QKNorm | None) -> tuple[Tensor | None, Tensor | None, float]:
+    return (None, None, 0.0) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps)

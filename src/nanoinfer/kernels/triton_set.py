@@ -1,0 +1,101 @@
+"""TritonKernels: the kernel set of CUDA. Few tokens go through fused weight-streaming kernels, many to cuBLAS."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.kernels import activation, gemv, norm, rope, sampling, skinny_matmul
+from nanoinfer.kernels.kernel_set import KernelSet
+
+# Up to so many tokens the skinny product beats cuBLAS on weights of this size (docs/performance.md has the sweep).
+SKINNY_TOKENS = 32
+
+
+class TritonKernels(KernelSet):
+    """Norm before and residual after a product are part of it for few tokens; cuBLAS adds the residual itself."""
+
+    name = "triton"
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _few(x, weight, bias=bias) if _is_few(x) else F.linear(x, weight, bias)
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        if _is_few(x):
+            return _few(x, weight, bias=bias, residual=residual)
+        return torch.addmm(residual if bias is None else residual + bias, x, weight.t())
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x, weight, eps)
+
+    def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if _is_few(x):
+            return _few(x, weight, norm_weight=norm_weight, eps=eps, bias=bias)
+        return super().norm_linear(x, norm_weight, eps, weight, bias)
+
+    def norm_swiglu(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if _is_few(x) and bias is None:
+            return _few(x, weight, norm_weight=norm_weight, eps=eps, swiglu=True)
+        return super().norm_swiglu(x, norm_weight, eps, weight, bias)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.silu_mul(gate_up)
+
+    def head_sample(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
+        token_indices: Tensor,
+    ) -> Tensor:
+        if 0 < len(x) <= gemv.MAX_ROWS:
+            draw = sampling.lm_head_sample(
+                x, weight, temperatures, seeds, token_indices, norm_weight=norm_weight, eps=eps
+            )
+        else:
+            draw = sampling.sample(
+                self.norm_linear(x, norm_weight, eps, weight, None), temperatures, seeds, token_indices
+            )
+        return draw[0]
+
+    def qk_norm_rope_store(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos_sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return rope.qk_norm_rope_store(
+            qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping,
+            num_heads, num_kv_heads, head_dim,
+        )  # fmt: skip
+
+
+def _is_few(x: Tensor) -> bool:
+    return 0 < len(x) <= SKINNY_TOKENS and x.dtype != torch.float16
+
+
+def _few(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+) -> Tensor:
+    product = gemv.gemv if len(x) <= gemv.MAX_ROWS else skinny_matmul.skinny_matmul
+    return product(x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, swiglu=swiglu)
