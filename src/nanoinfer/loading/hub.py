@@ -70,8 +70,11 @@ def fetch_model(repo: str, revision: str | None = None, *, weights: bool = True,
         return cached
     from huggingface_hub import constants, errors, snapshot_download
 
+    why = "offline mode is on" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+    unreachable = f"is not complete in the local cache, and {why}; connect, or name a local folder or 'smollm2'"
+    cause: Exception | None = None
     try:
-        return Path(
+        folder = Path(
             snapshot_download(
                 repo,
                 revision=revision,
@@ -80,18 +83,20 @@ def fetch_model(repo: str, revision: str | None = None, *, weights: bool = True,
                 tqdm_class=_progress_class(notify),
             )
         )
+        # Without a connection the library may hand back the beginning of an earlier download.
+        if (folder / "config.json").exists() and (not weights or has_weights(folder)):
+            return folder
+        message = unreachable if constants.HF_HUB_OFFLINE else "has no config.json with complete .safetensors weights"
     except errors.GatedRepoError as error:
         message = "is gated: accept its terms on its hub page, then log in with 'hf auth login' or set HF_TOKEN"
-        cause: Exception = error
+        cause = error
     except errors.RepositoryNotFoundError as error:
         message = "is neither a local folder nor a public hub model; check the name ('hf auth login' for a private one)"
         cause = error
     except errors.RevisionNotFoundError as error:
         message, cause = f"has no revision '{revision}' on the hub", error
     except errors.LocalEntryNotFoundError as error:
-        why = "offline mode is on" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        message = f"is not complete in the local cache, and {why}; connect, or name a local folder or 'smollm2'"
-        cause = error
+        message, cause = unreachable, error
     except Exception as error:  # connection errors have other types in every version of the library
         message = f"could not be fetched from the hub ({str(error).strip().splitlines()[0] if str(error) else error!r})"
         cause = error
