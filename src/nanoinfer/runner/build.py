@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import Executor
 from nanoinfer.engine.info import EngineInfo
 from nanoinfer.errors import ConfigError
-from nanoinfer.kernels.kernel_set import EAGER
+from nanoinfer.kernels.kernel_set import EAGER, KernelSet
 from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import DTYPE_BYTES, ModelConfig
 from nanoinfer.models.decoder import Decoder
@@ -23,6 +24,7 @@ from nanoinfer.runner import memory
 from nanoinfer.runner.executor import LocalExecutor, Runner
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
+from nanoinfer.runner.profiling import MemoryMark, gpu_kv_budget, run_worst_step
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -93,48 +95,42 @@ def resolve_dtype(choice: str, device: torch.device) -> str:
 def build_data_plane(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, *, load: LoadWeights
 ) -> DataPlane:
-    """Decide dtype, pool and back ends, check that they fit, then build the model and fill it through `load`.
+    """Decide dtype, back ends and pool, check that all fits, then build the model and fill it through `load`.
 
-    ConfigError, MemoryBudgetError: before any weight is read.
+    ConfigError, MemoryBudgetError: before any weight is read, unless only the GPU's profiling run can tell.
     """
     _refuse_unavailable(config)
-    warnings = []
     dtype = resolve_dtype(config.dtype, device)
-    max_model_len = model_config.max_position_embeddings
-    if config.max_model_len is not None:
-        if config.max_model_len > max_model_len:
-            warnings.append(
-                f"max_model_len {config.max_model_len} is beyond this model's {max_model_len} tokens; using that."
-            )
-        max_model_len = min(max_model_len, config.max_model_len)
-    pool = _plan_pool(config, model_config, dtype, max_model_len)
+    max_model_len, warnings = _model_len(config, model_config)
+    kernels, attention_name, attention_reason = choose_back_ends(config, device)
+    plan = _PoolPlan(config, model_config, dtype, max_model_len)
+    on_gpu = device.type == "cuda"
+    start = MemoryMark.now(device) if on_gpu else None
+    if start is None:
+        pool = plan.pool(memory.cpu_kv_budget(memory.usable_memory()))
+        memory.require_memory(model_config, dtype, pool.total_bytes, memory.available_memory(), str(device))
+    else:
+        memory.require_memory(model_config, dtype, plan.smallest_bytes, start.free, str(device))
+
+    torch_dtype = getattr(torch, dtype)
+    model = build_model(model_config, kernels=kernels, dtype=torch_dtype, device=device)
+    load(model.weight_slots())
+    head_dim = model_config.head_dim
+    heads = HeadLayout(model_config.num_heads, model_config.num_kv_heads, head_dim, head_dim**-0.5)
+    cos_sin = rotary_table(model_config.rope, head_dim, max_model_len, device)
+    attention = make_attention(attention_name, heads, cos_sin, kernels, config.max_num_seqs)
+    if start is not None:
+        pool = plan.pool(_profile(config, plan, model, attention, start, device))
     if config.max_model_len is not None and pool.capacity < max_model_len:
         warnings.append(f"the KV pool holds {pool.capacity} tokens, fewer than max_model_len {max_model_len}.")
-    memory.require_memory(model_config, dtype, pool.total_bytes, memory.available_memory(), str(device))
-
-    model = build_model(
-        model_config,
-        kernels=EAGER,
-        dtype=getattr(torch, dtype),
+    runner = make_runner(
+        model,
+        attention,
+        plan.allocate(pool.num_blocks, device),
+        config=config,
+        max_model_len=min(max_model_len, pool.capacity),
         device=device,
     )
-    load(model.weight_slots())
-    kv_caches = allocate_kv_caches(
-        model_config.num_layers,
-        pool.num_blocks,
-        pool.block_size,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-        getattr(torch, dtype),
-        device,
-    )
-    heads = HeadLayout(
-        model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, model_config.head_dim**-0.5
-    )
-    num_positions = min(max_model_len, pool.capacity)
-    cos_sin = rotary_table(model_config.rope, model_config.head_dim, num_positions, device)
-    attention = TorchAttention(heads, cos_sin, EAGER)
-    runner = make_runner(model, attention, kv_caches, config=config, max_model_len=num_positions, device=device)
     return DataPlane(
         executor=LocalExecutor(runner),
         overlap=isinstance(runner, OverlappedRunner),
@@ -142,12 +138,108 @@ def build_data_plane(
         device=device,
         dtype=dtype,
         attention=attention.name,
-        attention_reason="asked for" if config.attention == "torch" else f"the one for {device.type}",
-        kernels=EAGER.name,
+        attention_reason=attention_reason,
+        kernels=kernels.name,
         weight_bytes=model_config.weight_bytes(dtype),
         max_model_len=max_model_len,
         warnings=tuple(warnings),
     )
+
+
+def _model_len(config: EngineConfig, model_config: ModelConfig) -> tuple[int, list[str]]:
+    """The longest sequence in tokens, and a warning if the user asked for more than the model has."""
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is None or config.max_model_len <= limit:
+        return min(limit, config.max_model_len or limit), []
+    return limit, [f"max_model_len {config.max_model_len} is beyond this model's {limit} tokens; using that."]
+
+
+def choose_back_ends(config: EngineConfig, device: torch.device) -> tuple[KernelSet, str, str]:
+    """(kernel set, attention back end, why); ConfigError if what was asked for cannot run here."""
+    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    for option, choice in (("attention", config.attention), ("kernels", config.kernels)):
+        if choice == "triton" and not has_triton:
+            raise ConfigError(f"--{option} triton needs a CUDA device and the triton package; use auto.")
+    kernels: KernelSet = EAGER
+    if config.kernels == "triton" or (config.kernels == "auto" and has_triton):
+        from nanoinfer.kernels.triton_set import TritonKernels
+
+        kernels = TritonKernels()
+    if config.attention != "auto":
+        return kernels, config.attention, "asked for"
+    if has_triton:
+        return kernels, "triton", "this device has Triton"
+    return kernels, "torch", f"the one for {device.type}"
+
+
+def make_attention(
+    name: str, heads: HeadLayout, cos_sin: torch.Tensor, kernels: KernelSet, max_num_seqs: int
+) -> AttentionBackend:
+    if name == "triton":
+        from nanoinfer.attention.triton import TritonAttention
+
+        return TritonAttention(heads, cos_sin, kernels, max_num_seqs)
+    return TorchAttention(heads, cos_sin, kernels)
+
+
+@dataclass(frozen=True)
+class _PoolPlan:
+    """What determines the KV pool's shape before its size is known."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    dtype: str
+    max_model_len: int
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size or DEFAULT_BLOCK_SIZE
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.model_config.kv_bytes_per_token(DTYPE_BYTES[self.dtype])
+
+    @property
+    def smallest_bytes(self) -> int:
+        return 2 * self.block_size * self.bytes_per_token
+
+    def pool(self, budget: int) -> memory.KVGeometry:
+        return memory.plan_kv_pool(
+            bytes_per_token=self.bytes_per_token,
+            block_size=self.block_size,
+            budget=budget if self.config.kv_memory is None else self.config.kv_memory,
+            max_tokens_in_use=self.config.max_num_seqs * self.max_model_len,
+            num_blocks=self.config.num_blocks,
+        )
+
+    def allocate(self, num_blocks: int, device: torch.device) -> list[KVCache]:
+        config, dtype = self.model_config, getattr(torch, self.dtype)
+        return allocate_kv_caches(
+            config.num_layers, num_blocks, self.block_size, config.num_kv_heads, config.head_dim, dtype, device
+        )
+
+
+def _profile(
+    config: EngineConfig,
+    plan: _PoolPlan,
+    model: Decoder,
+    attention: AttentionBackend,
+    start: MemoryMark,
+    device: torch.device,
+) -> int:
+    """The KV budget in bytes, found by running the worst step once; 0 where the size of the pool is given."""
+    if config.num_blocks is not None or config.kv_memory is not None:
+        return 0
+    run_worst_step(
+        model,
+        attention,
+        plan.allocate(1, device),
+        num_tokens=config.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+    )
+    return gpu_kv_budget(start, config.gpu_memory_utilization, device)
 
 
 def make_runner(
@@ -180,25 +272,12 @@ def make_runner(
     )
 
 
-def _plan_pool(config: EngineConfig, model_config: ModelConfig, dtype: str, max_model_len: int) -> memory.KVGeometry:
-    budget = config.kv_memory
-    if budget is None:
-        budget = memory.cpu_kv_budget(memory.usable_memory())
-    return memory.plan_kv_pool(
-        bytes_per_token=model_config.kv_bytes_per_token(DTYPE_BYTES[dtype]),
-        block_size=config.block_size or DEFAULT_BLOCK_SIZE,
-        budget=budget,
-        max_tokens_in_use=config.max_num_seqs * max_model_len,
-        num_blocks=config.num_blocks,
-    )
-
-
 def _refuse_unavailable(config: EngineConfig) -> None:
     if config.tensor_parallel_size > 1:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, but this version runs on one device; use 1."
         )
-    if config.attention not in ("auto", "torch"):
-        raise ConfigError(f"attention back end '{config.attention}' is not in this version; use auto or torch.")
-    if config.kernels not in ("auto", "eager"):
-        raise ConfigError(f"kernel set '{config.kernels}' is not in this version; use auto or eager.")
+    if config.attention == "flash-attn":
+        raise ConfigError("attention back end 'flash-attn' is not in this version; use auto, triton or torch.")
+    if config.kernels == "compiled":
+        raise ConfigError("kernel set 'compiled' is not in this version; use auto, triton or eager.")
