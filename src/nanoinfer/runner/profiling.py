@@ -1,0 +1,81 @@
+"""Measures the memory of the worst step on a GPU, which decides how much the KV pool may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
+from nanoinfer.models.decoder import Decoder
+from nanoinfer.runner import memory
+
+# CUDA graphs of all buckets (they share one pool) and what libraries allocate when they first see a shape; bytes.
+GRAPH_RESERVE = 512 << 20
+
+
+@dataclass(frozen=True)
+class MemoryMark:
+    """Free bytes on the device and torch's reserved bytes at one moment, to tell later what this process took."""
+
+    free: int
+    reserved: int
+
+    @classmethod
+    def now(cls, device: torch.device) -> MemoryMark:
+        free, _ = torch.cuda.mem_get_info(device)
+        return cls(free, torch.cuda.memory_reserved(device))
+
+
+@torch.inference_mode()
+def run_worst_step(
+    model: Decoder,
+    attention: AttentionBackend,
+    kv_caches: list[KVCache],
+    *,
+    num_tokens: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    device: torch.device,
+) -> None:
+    """A prefill of `num_tokens` tokens that stores nothing, then the sampler's largest input, max_num_seqs x V."""
+    lengths = [max_model_len] * (num_tokens // max_model_len)
+    if num_tokens % max_model_len:
+        lengths.append(num_tokens % max_model_len)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    batch = AttentionBatch(
+        positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
+        slot_mapping=torch.full_like(tokens, -1),
+        cu_seqlens_q=ends.to(torch.int32).to(device),
+        context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(len(lengths), 1, dtype=torch.int32, device=device),
+        starts=[0] * len(lengths),
+        query_lens=lengths,
+        num_decodes=0,
+    )
+    last = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+    logits = model.logits(model.forward(tokens, attention.plan(batch), kv_caches, last))
+    # The most that the sampler holds beside the logits: a sorted copy, its indices, and the sums over it.
+    scratch = (logits.clone(), logits.to(torch.int64), logits.softmax(-1))
+    del logits, scratch
+    torch.cuda.synchronize(device)
+
+
+def gpu_kv_budget(start: MemoryMark, utilization: float, device: torch.device) -> int:
+    """Bytes for the KV pool after `run_worst_step`; `start` was taken before anything was loaded."""
+    stats = torch.cuda.memory_stats(device)
+    peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    # What left the device since `start` and is not torch's is ours outside torch: the context's growth and libraries.
+    non_torch = max(0, start.free - free - (torch.cuda.memory_reserved(device) - start.reserved))
+    return memory.gpu_kv_budget(
+        total=total,
+        utilization=utilization,
+        free_now=free,
+        current=current,
+        peak=peak,
+        non_torch=non_torch,
+        graph_reserve=GRAPH_RESERVE,
+    )
