@@ -1,0 +1,142 @@
+"""Latencies of finished sequences, their distributions, and the limits (SLOs) that they should keep.
+
+TTFT, TPOT, ITL and E2E are defined in engine.events.RequestTiming; each of a request's n samples is a sequence with
+latencies of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.config import reject_unknown
+from nanoinfer.engine.events import FinishedSequence
+from nanoinfer.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+SLO_METRICS = ("ttft", "tpot", "e2el", "itl_p99")
+SUCCESS = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """A limit that a sequence's latency must keep, in milliseconds. `metric` is one of SLO_METRICS."""
+
+    metric: str
+    limit_ms: float
+
+
+def parse_slos(texts: str | Iterable[str]) -> tuple[SLO, ...]:
+    """SLOs from text like "ttft:200 tpot:50", or a list of such words. Raises ConfigError."""
+    words = texts.split() if isinstance(texts, str) else [word for text in texts for word in text.split()]
+    slos: dict[str, SLO] = {}
+    for word in words:
+        metric, colon, limit = word.partition(":")
+        if not colon:
+            raise ConfigError(f"SLO '{word}' must be METRIC:MILLISECONDS, like ttft:200.")
+        reject_unknown([metric], SLO_METRICS, "SLO")
+        if metric in slos:
+            raise ConfigError(f"SLO '{metric}' is given twice.")
+        try:
+            value = float(limit)
+        except ValueError:
+            value = math.nan
+        if not 0.0 < value < math.inf:
+            raise ConfigError(f"SLO '{word}' needs a number of milliseconds above 0.")
+        slos[metric] = SLO(metric, value)
+    return tuple(slos.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceMetrics:
+    """Latencies of one finished sequence in milliseconds; None where it never got so far.
+
+    e2e_ms = ttft_ms + tpot_ms x (output_tokens - 1). TPOT and ITL need two output tokens.
+    """
+
+    request_id: str
+    index: int
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+    arrival: float  # seconds on the engine's clock
+    queue_ms: float | None
+    prefill_ms: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2e_ms: float | None
+    itl_ms: Floats  # the gaps between its output tokens: output_tokens - 1 of them
+
+    @classmethod
+    def of(cls, sequence: FinishedSequence) -> SequenceMetrics:
+        timing = sequence.timing
+        decode_ms = _gap_ms(timing.first_token, timing.last_token)
+        gaps = sequence.output_tokens - 1
+        return cls(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            reason=sequence.reason,
+            prompt_tokens=sequence.prompt_tokens,
+            cached_tokens=sequence.cached_tokens,
+            output_tokens=sequence.output_tokens,
+            preemptions=sequence.preemptions,
+            arrival=timing.arrival,
+            queue_ms=_gap_ms(timing.arrival, timing.first_scheduled),
+            prefill_ms=_gap_ms(timing.first_scheduled, timing.first_token),
+            ttft_ms=_gap_ms(timing.arrival, timing.first_token),
+            tpot_ms=decode_ms / gaps if decode_ms is not None and gaps >= 1 else None,
+            e2e_ms=_gap_ms(timing.arrival, timing.last_token),
+            itl_ms=np.diff(np.asarray(sequence.token_times, dtype=np.float64)) * 1e3,
+        )
+
+    @property
+    def succeeded(self) -> bool:
+        return self.reason in SUCCESS
+
+    def meets(self, slo: SLO) -> bool:
+        """Whether it succeeded within the limit. A single token has no TPOT and no ITL, and keeps any limit on them."""
+        if not self.succeeded:
+            return False
+        if slo.metric == "itl_p99":
+            value = float(np.percentile(self.itl_ms, 99)) if len(self.itl_ms) else None
+        else:
+            value = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2e_ms}[slo.metric]
+        return value is None or value <= slo.limit_ms
+
+
+def _gap_ms(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else (end - start) * 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Milliseconds; percentiles are numpy's default, linear between the two nearest values."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+def distribution(values: Sequence[float] | Floats, weights: Sequence[int] | None = None) -> Distribution | None:
+    """Of `values`, each counted as often as its weight says; None if there are none."""
+    data = np.asarray(values, dtype=np.float64)
+    counts = np.ones(len(data), dtype=np.int64) if weights is None else np.asarray(weights, dtype=np.int64)
+    total = int(counts.sum())
+    if not total:
+        return None
+    order = np.argsort(data)
+    ends = np.cumsum(counts[order])  # value i stands at places ends[i-1] .. ends[i]-1 of the sorted, repeated values
+    ranks = np.array([0.5, 0.9, 0.99]) * (total - 1)
+    below = data[order[np.searchsorted(ends, np.floor(ranks), side="right")]]
+    above = data[order[np.searchsorted(ends, np.ceil(ranks), side="right")]]
+    p50, p90, p99 = (below + (above - below) * (ranks - np.floor(ranks))).tolist()
+    return Distribution(total, float(data @ counts) / total, p50, p90, p99)
