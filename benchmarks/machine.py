@@ -27,4 +27,29 @@ def facts() -> dict[str, object]:
             result[package] = version(package)
         except PackageNotFoundError:
             result[package] = None
-    return result
+    return result | _gpu_facts()
+
+
+def _gpu_facts() -> dict[str, object]:
+    """The GPU and its measured ceilings: copy in TB/s (bytes read and written), bf16 products in TFLOP/s."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from triton.testing import do_bench
+
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_ms = do_bench(lambda: target.copy_(source))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product_ms = do_bench(lambda: a @ b)
+    facts = {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "copy_tb_s": round(2 * source.numel() / copy_ms / 1e9, 2),
+        "bf16_tflop_s": round(2 * 8192**3 / product_ms / 1e9),
+    }
+    del source, target, a, b
+    torch.cuda.empty_cache()
+    return facts
