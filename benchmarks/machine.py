@@ -50,6 +50,5 @@ def _gpu_facts() -> dict[str, object]:
         "copy_tb_s": round(2 * source.numel() / copy_ms / 1e9, 2),
         "bf16_tflop_s": round(2 * 8192**3 / product_ms / 1e9),
     }
-    del source, target, a, b
     torch.cuda.empty_cache()
     return facts
