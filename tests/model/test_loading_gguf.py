@@ -235,6 +235,11 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
+def test_heads_that_do_not_fit_their_tensor_are_refused(tmp_path: Path) -> None:
+    tensors = {"blk.0.attn_k.weight": ("F32", np.zeros((130, 256)))}
+    assert "blk.0.attn_k.weight has 130 rows for 2 heads" in refusal(write_tiny(tmp_path / "m.gguf", tensors=tensors))
+
+
 def test_a_file_that_is_no_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     for content in (b"", b"GG", b"PK\3\4" + bytes(100)):

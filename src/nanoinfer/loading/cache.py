@@ -36,6 +36,9 @@ def create_once(target: Path, build: Callable[[Path], None]) -> Path:
                 part.mkdir()
                 try:
                     build(part)
+                    for path in part.iterdir():
+                        with path.open("rb") as file:
+                            os.fsync(file.fileno())  # or a power cut could leave zeros under the final name
                     part.rename(target)
                 finally:
                     shutil.rmtree(part, ignore_errors=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Part of an import's key: raise it when an import of the same file would come out different.
 IMPORT_VERSION = 1
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")  # GGUF calls a Mistral model llama: without a window they are the same
-_STORED_AS_IS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_STORED_AS_IS = ("F32", "F16", "BF16")  # safetensors has the same names
 _DEQUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _TOP_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -79,14 +79,16 @@ def _identity(path: Path) -> str:
 
 
 def build_model_folder(path: Path, notify: Notify, folder: Path) -> None:
+    """Write the model in the GGUF file at `path` into the empty `folder`; errors as in `import_gguf`."""
     file = read_gguf(path)
     config = _config(file)
     ModelConfig.from_dict(config, source=str(path))  # refuse an unsupported model before gigabytes are written
     names = _tensor_names(file)
     texts = {"config.json": _json(config), **tokenizer_files(file.metadata, str(path))}
-    output = {
-        hf_name: (_STORED_AS_IS.get(_type_name(tensor, file), "F32"), tensor.shape) for hf_name, tensor in names.items()
-    }
+    output = {}
+    for name, tensor in names.items():
+        kind = _type_name(tensor)
+        output[name] = (kind if kind in _STORED_AS_IS else "F32", tensor.shape)
     total = sum(math.prod(shape) * (4 if dtype == "F32" else 2) for dtype, shape in output.values())
     require_free(folder, total + sum(map(len, texts.values())), f"importing {path.name}")
     for name, text in texts.items():
@@ -130,7 +132,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": get("feed_forward_length"),
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": get("attention.head_count"),
-        "num_key_value_heads": get("attention.head_count_kv"),
+        "num_key_value_heads": get("attention.head_count_kv", get("attention.head_count")),
         "head_dim": head_dim,
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
@@ -199,7 +201,7 @@ def _tensor_names(file: GGUFFile) -> dict[str, GGUFTensor]:
             continue
         if match is None or base is None:
             unknown.append(tensor.name)
-        elif (kind := _type_name(tensor, file)) not in (*_STORED_AS_IS, *_DEQUANTIZED):
+        elif (kind := _type_name(tensor)) not in (*_STORED_AS_IS, *_DEQUANTIZED):
             unknown.append(f"{tensor.name} ({kind})")
         else:
             names[f"{'' if match[1] is None else f'model.layers.{match[1]}.'}{base}.{match[3]}"] = tensor
@@ -209,7 +211,7 @@ def _tensor_names(file: GGUFFile) -> dict[str, GGUFTensor]:
     return names
 
 
-def _type_name(tensor: GGUFTensor, file: GGUFFile) -> str:
+def _type_name(tensor: GGUFTensor) -> str:
     from gguf import GGMLQuantizationType
 
     return str(GGMLQuantizationType(tensor.type).name)
@@ -225,9 +227,11 @@ def _data(
         raw = file.raw(tensor)
         heads = _permuted_heads(tensor.name, config)
         if heads:
+            if tensor.shape[0] != heads * config["head_dim"]:
+                raise ModelError(f"{file.path} is damaged: {tensor.name} has {tensor.shape[0]} rows for {heads} heads.")
             rows = raw.reshape(tensor.shape[0], -1)
             raw = rows[_unpermuted_rows(tensor.shape[0], heads)].reshape(-1)
-        for piece in _pieces(raw, _type_name(tensor, file)):
+        for piece in _pieces(raw, _type_name(tensor)):
             done += len(piece)
             yield piece
         notify("import", done, total)

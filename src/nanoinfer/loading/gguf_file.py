@@ -92,7 +92,7 @@ def read_gguf(path: Path) -> GGUFFile:
                 return _parse(path, _Cursor(view))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
-    except (struct.error, ValueError, MemoryError, OverflowError) as error:
+    except (struct.error, ValueError, TypeError, ArithmeticError, MemoryError) as error:
         raise ModelError(f"{path} is a damaged or truncated GGUF file ({error}); download it again.") from error
 
 
@@ -116,6 +116,8 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFFile:
     infos = []
     for _ in range(tensor_count):
         name, (dimensions,) = cursor.string(), cursor.take("I")
+        if not 1 <= dimensions <= 4:
+            raise ValueError(f"tensor {name} has {dimensions} dimensions")
         shape = cursor.take("Q", dimensions)[::-1]  # stored with the fastest dimension first
         kind, offset = cursor.take("I")[0], cursor.take("Q")[0]
         infos.append((name, shape, kind, offset))

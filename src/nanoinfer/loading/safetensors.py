@@ -98,8 +98,8 @@ def load_weights(slots: Mapping[str, WeightSlot], folder: Path, notify: Notify =
     jobs = sorted(((e, slots[name]) for name, e in entries.items()), key=lambda job: (job[0].path, job[0].start))
     total = sum(_wanted_bytes(entry, slot) for entry, slot in jobs)
     done = 0
-    local = threading.local()
-    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), initializer=lambda: setattr(local, "staging", None))
+    local = threading.local()  # holds each thread's staging buffer
+    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
     try:
         for future in as_completed([pool.submit(_fill, entry, slot, local) for entry, slot in jobs]):
             done += future.result()
@@ -178,11 +178,16 @@ def _staged_rows(
     import torch
 
     target = slot.target.detach()
-    dim, start, stop = slot.shard or (0, 0, entry.shape[0])
-    columns = math.prod(entry.shape[1:])
-    first_row, rows = (start, stop - start) if dim == 0 else (0, entry.shape[0])
-    first_column, width = (0, columns) if dim == 0 else (start * columns // entry.shape[1], target[0].numel())
-    assert dim < 2, slot.shard
+    rows, columns = entry.shape[0], math.prod(entry.shape[1:])
+    first_row, first_column, width = 0, 0, columns
+    if slot.shard is not None:
+        dim, start, stop = slot.shard
+        assert dim < 2, slot.shard
+        if dim == 0:
+            first_row, rows = start, stop - start
+        else:
+            inner = columns // entry.shape[1]
+            first_column, width = start * inner, (stop - start) * inner
     width_bytes, stride = width * entry.item_bytes, columns * entry.item_bytes
     if rows == 0 or width == 0:
         return
