@@ -13,6 +13,8 @@ from nanoinfer.errors import ConfigError, EngineError, RequestError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from nanoinfer.engine.cache_snapshot import CacheSnapshot
     from nanoinfer.engine.events import EventStream
     from nanoinfer.engine.tokenizer import Tokenizer
@@ -44,21 +46,23 @@ class LLM:
         from nanoinfer.loading import silent
         from nanoinfer.loading.folder import read_eos_token_ids, read_generation_config, read_model_config
         from nanoinfer.loading.resolve import resolve_model
-        from nanoinfer.runner.build import build_data_plane, resolve_device
 
         config = EngineConfig.from_options({"model": model, **options})
         notify = notify or silent
-        device = resolve_device(config.device)
         source = resolve_model(
             config.model,
             revision=config.revision,
             load_format=config.load_format,
-            device_is_gpu=device.type == "cuda",
+            # Only the shape for random weights depends on the device: a wrong path is told before torch is imported.
+            device_is_gpu=config.load_format == "dummy" and _resolve_device(config).type == "cuda",
             notify=notify,
         )
         model_config = read_model_config(source.folder)
         self.tokenizer = _open_tokenizer(source.folder) if source.has_tokenizer else None
         self.default_sampling = _default_sampling(read_generation_config(source.folder))
+        from nanoinfer.runner.build import build_data_plane
+
+        device = _resolve_device(config)
         plane = build_data_plane(
             config, model_config, device, load=lambda slots: _load(config, source.folder, slots, notify)
         )
@@ -237,6 +241,12 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _resolve_device(config: EngineConfig) -> torch.device:
+    from nanoinfer.runner.build import resolve_device
+
+    return resolve_device(config.device)
 
 
 def _open_tokenizer(folder: Path) -> Tokenizer:
