@@ -282,6 +282,17 @@ def test_lone_surrogate_is_refused(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path).encode("a\ud83d")
 
 
+def test_token_that_only_the_configuration_names_as_special_is_special(tmp_path: Path) -> None:
+    pair = Pair("qwen2", tmp_path, eos_token="<think>")
+    ids = pair.tokenizer.encode("a<think>b")
+    assert ids == pair.reference("a<think>b")["input_ids"]
+    assert pair.tokenizer.decode(ids) == pair.reference.decode(ids, skip_special_tokens=True) == "ab"
+    assert pair.tokenizer.is_special(ids[1])
+    assert pair.tokenizer.eos_token_ids == (ids[1],)
+    assert pair.tokenizer.thinking_markers is None, "a marker that is not shown cannot be found in the text"
+    assert "<think>" in pair.tokenizer.decode(pair.tokenizer.encode_chat([{"role": "user", "content": "<think>"}])[1])
+
+
 def test_special_tokens_that_the_model_does_not_have_are_not_added(tmp_path: Path) -> None:
     config = _gpt2(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "[PAD]"}))

@@ -51,10 +51,10 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._named = dict(special_tokens or {})
-        listed = {text: backend.token_to_id(text) for text in (*self._named.values(), *more_special)}
-        known = {text: i for text, i in listed.items() if i is not None}
-        backend.add_special_tokens(list(known))  # marks them; a text that is no token of the model never becomes one
-        self._special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special} | known
+        named = (*self._named.values(), *more_special)
+        # Marks them as special; a text that is no token of the model never becomes one.
+        backend.add_special_tokens([text for text in named if backend.token_to_id(text) is not None])
+        self._special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
         self._special_ids = frozenset(self._special.values())
         self._template_source = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
