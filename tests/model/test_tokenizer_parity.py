@@ -293,6 +293,25 @@ def test_token_that_only_the_configuration_names_as_special_is_special(tmp_path:
     assert "<think>" in pair.tokenizer.decode(pair.tokenizer.encode_chat([{"role": "user", "content": "<think>"}])[1])
 
 
+def test_flags_of_a_special_token_are_kept_and_its_mark_has_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _qwen2(tmp_path)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken("<|blank|>", lstrip=True, rstrip=True, special=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    template = "{{ messages[0].content }} \n <|blank|> \n {{ messages[0].content }}"
+    monkeypatch.setitem(
+        FAMILIES, "blank", lambda folder: {**config, "mask_token": "<|blank|>", "chat_template": template}
+    )
+    pair = Pair("blank", tmp_path)
+    assert pair.tokenizer.encode("a  <|blank|> b") == pair.reference("a  <|blank|> b")["input_ids"]
+    chat = [{"role": "user", "content": "a"}]
+    expected = pair.reference.apply_chat_template(chat)["input_ids"]
+    assert pair.tokenizer.encode_chat(chat, not_read="<|blank|>")[1] == expected
+    assert len(expected) == 3
+
+
 def test_special_tokens_that_the_model_does_not_have_are_not_added(tmp_path: Path) -> None:
     config = _gpt2(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "[PAD]"}))

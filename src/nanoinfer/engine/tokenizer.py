@@ -51,10 +51,11 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._named = dict(special_tokens or {})
-        named = (*self._named.values(), *more_special)
+        known = _special_tokens(backend)
+        named = [text for text in (*self._named.values(), *more_special) if text not in known]
         # Marks them as special; a text that is no token of the model never becomes one.
         backend.add_special_tokens([text for text in named if backend.token_to_id(text) is not None])
-        self._special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+        self._special = _special_tokens(backend)
         self._special_ids = frozenset(self._special.values())
         self._template_source = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -249,6 +250,10 @@ class Tokenizer:
                 "no_chat_template",
             )
         return ChatTemplate(self._template_source, self._named)
+
+
+def _special_tokens(backend: tokenizers.Tokenizer) -> dict[str, int]:
+    return {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
 
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
