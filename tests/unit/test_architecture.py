@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "llm": {"engine", "runner", "loading", "config", "errors", "models.config"},
     "cli": {
         "cli", "ui", "config", "errors", "models.config", "runner.memory", "loading", "llm", "engine.trace",
-        "engine.metrics", "engine.events", "engine.outputs", "engine.batch", "engine.chat_template", "engine.cache_snapshot", "engine.info", "engine.tokenizer",
+        "engine.metrics", "engine.latency", "engine.events", "engine.outputs", "engine.batch", "engine.chat_template", "engine.cache_snapshot", "engine.info", "engine.tokenizer",
     },
 }  # fmt: skip
 

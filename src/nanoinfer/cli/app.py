@@ -1,0 +1,62 @@
+"""The program `nanoinfer`: its subcommands, the options before them, and the configuration file."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from nanoinfer.cli import bench, chat, generate, inspect_cache
+from nanoinfer.cli.command import command
+from nanoinfer.cli.help import PanelGroup
+from nanoinfer.cli.session import Services
+from nanoinfer.cli.settings import config_path, read_settings, spellings_of
+from nanoinfer.errors import NanoinferError
+from nanoinfer.ui.console import Console
+
+app = typer.Typer(
+    name="nanoinfer",
+    cls=PanelGroup,
+    epilog="An option can also be set in the environment (NANOINFER_MAX_NUM_SEQS=64) or in the configuration file.",
+    no_args_is_help=True,
+    add_completion=False,  # its two options would cost 0.2 s at each start: typer imports pydantic for their values
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from nanoinfer.cli.version import version_report
+
+        print(version_report())
+        raise typer.Exit
+
+
+@app.callback()
+def nanoinfer(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Versions, and exit.")
+    ] = False,
+) -> None:
+    """Run large language models on this machine, and see what happens inside."""
+    commands = {name: command.params for name, command in ctx.command.commands.items()}  # type: ignore[attr-defined]
+    ctx.default_map = read_settings(config_path(), {name: spellings_of(params) for name, params in commands.items()})
+
+
+command(app, "chat")(chat.chat)
+command(app, "generate")(generate.generate)
+command(app, "bench", bench.BenchCommand)(bench.bench)
+command(app, "inspect-cache")(inspect_cache.inspect_cache)
+
+
+def main(arguments: list[str] | None = None, services: Services | None = None) -> None:
+    """Entry point; leaves through SystemExit with the exit code. `services` is for tests."""
+    try:
+        app(arguments, prog_name="nanoinfer", obj=services)
+    except NanoinferError as error:  # from the configuration file; a command handles its own
+        Console().error(str(error))
+        sys.exit(error.exit_code)

@@ -1,0 +1,62 @@
+"""`nanoinfer bench`: throughput, latencies and goodput of this engine on this machine."""
+
+# Annotations are evaluated here, not kept as strings: compiling them again from text would double the start-up time.
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nanoinfer.cli.bench_options import BenchOptions
+from nanoinfer.cli.help import PanelCommand
+from nanoinfer.cli.session import Session
+from nanoinfer.config import EngineConfig
+
+_SLO = re.compile(r"[a-z0-9_]+:[0-9.]+")
+
+
+class BenchCommand(PanelCommand):
+    """Reads `--goodput ttft:200 tpot:50` as one option, although a second word would be the model."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return list(super().parse_args(ctx, join_goodput(args)))
+
+
+def join_goodput(arguments: list[str]) -> list[str]:
+    """The arguments with the words after --goodput that look like METRIC:NUMBER made one; it may be repeated."""
+    joined: list[str] = []
+    words: list[str] = []
+    collecting = False
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name == "--goodput":
+            collecting = True
+            words += [value] if value else []
+        elif collecting and all(_SLO.fullmatch(word) for word in re.split("[ ,]", argument)):
+            words.append(argument)
+        else:
+            if collecting and not words:
+                return arguments  # let the parser complain about what follows --goodput
+            collecting = False
+            joined.append(argument)
+    return ["--goodput", " ".join(words), *joined] if words else joined if not collecting else arguments
+
+
+def bench(
+    session: Session,
+    engine: EngineConfig,
+    options: BenchOptions,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the result as JSON, too.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+) -> int:
+    """Measure throughput and latencies.
+
+    Without a model: the Qwen3-0.6B shape with random weights on a GPU, the small built-in model on a CPU. Outputs
+    always have the full length (ignore_eos). Saved results have the keys of vLLM's benchmarks.
+    """
+    from nanoinfer.cli.bench_run import run_bench
+
+    return run_bench(session, engine, options, output, overwrite=overwrite)

@@ -1,0 +1,99 @@
+"""What `nanoinfer inspect-cache` does with a file of prompts: run them, watch the KV pool, report."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from nanoinfer.cli.batch import BatchPolicy, BatchRun, BatchTotals
+from nanoinfer.cli.batch_input import Batch, read_batch
+from nanoinfer.cli.batch_report import report_problems
+from nanoinfer.cli.cache_report import analyse, snapshot_problems
+from nanoinfer.cli.cache_view import CacheRun, as_document, as_text
+from nanoinfer.cli.command import ENGINE_FAILURE, FAILED_REQUESTS, OK
+from nanoinfer.cli.monitor import Monitor
+from nanoinfer.cli.session import Session
+from nanoinfer.config import EngineConfig, SamplingParams
+from nanoinfer.errors import UserError
+
+if TYPE_CHECKING:
+    from nanoinfer.engine.cache_snapshot import CacheSnapshot
+    from nanoinfer.engine.events import FinishedSequence, StepEvent
+    from nanoinfer.llm import LLM
+
+
+def run_inspection(
+    session: Session, engine: EngineConfig, file: str | None, max_tokens: int, *, top: int, show_text: bool
+) -> int:
+    """Returns the exit code: 1 if the cache's own invariants are broken."""
+    defaults = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    batch = read_batch(file, [], defaults)
+    report_problems(session.console, batch)
+    if not batch.requests:
+        raise UserError(f"{batch.name}: no line can run.")
+    monitor = Monitor(session)
+    with session.engine(engine) as llm, monitor.watching(llm):
+        watch = CacheWatch(llm)
+        monitor.consumers.append(watch.observe)
+        totals = BatchTotals()
+        run = BatchRun(
+            llm, list(batch.requests), Discard(), totals, defaults, BatchPolicy({}), window=2 * engine.max_num_seqs
+        )
+        run.run(session.interrupts, monitor.tick)
+        problems = _report(session, llm, watch, batch, top=top, show_text=show_text)
+    if problems:
+        session.console.error("the cache's own checks failed; this is a defect in nanoinfer.")
+        return ENGINE_FAILURE
+    return FAILED_REQUESTS if totals.failed else OK
+
+
+class Discard:
+    """Takes the records of a run whose answers nobody reads."""
+
+    def write(self, index: int, line: bytes) -> None: ...
+
+    def skip(self, index: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+class CacheWatch:
+    """Keeps what the end state no longer shows: the fullest moment of the pool, and every request's hits."""
+
+    # A snapshot costs time proportional to the pool: take one only where the pool is clearly fuller than at the last.
+    GROWTH = 1.05
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.peak: CacheSnapshot = llm.cache_snapshot()
+        self.peak_active = 0
+        self.finished: list[FinishedSequence] = []
+        self._next_peak = 1.0
+
+    def observe(self, event: StepEvent) -> None:
+        self.finished += event.finished
+        self.peak_active = max(self.peak_active, event.blocks_active)
+        if event.blocks_active >= self._next_peak:
+            self.peak = self._llm.cache_snapshot()
+            self._next_peak = event.blocks_active * self.GROWTH
+
+
+def _report(session: Session, llm: LLM, watch: CacheWatch, batch: Batch, *, top: int, show_text: bool) -> list[str]:
+    """Print the report; returns what is broken."""
+    end = llm.cache_snapshot()
+    report = CacheRun(
+        info=llm.info,
+        peak=analyse(watch.peak),
+        peak_active=watch.peak_active,
+        end=analyse(end),
+        finished=sorted(watch.finished, key=lambda sequence: int(sequence.request_id)),
+        ids={str(request.index): request.id for request in batch.requests},
+        problems=llm.check_integrity() + snapshot_problems(end),
+    )
+    if session.display.json:
+        print(json.dumps(as_document(report), ensure_ascii=False, indent=2))
+    else:
+        print(as_text(report, top, llm.tokenizer.decode if show_text and llm.tokenizer is not None else None))
+    return report.problems

@@ -1,0 +1,40 @@
+"""Help texts in panels that fit 80 columns and need no import of rich (which costs more than all else together)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+
+class _Panels:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Usage and description, then the parameters grouped by their panel, a command's own options first."""
+        self.format_usage(ctx, formatter)  # type: ignore[attr-defined]
+        self.format_help_text(ctx, formatter)  # type: ignore[attr-defined]
+        panels: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
+        for title, records in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+        if hasattr(self, "format_commands"):
+            self.format_commands(ctx, formatter)
+        self.format_epilog(ctx, formatter)  # type: ignore[attr-defined]
+
+
+class PanelCommand(_Panels, TyperCommand):
+    """A subcommand with its help in panels."""
+
+
+class PanelGroup(_Panels, TyperGroup):
+    """The program itself with its help in panels."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """typer imports pydantic (0.2 s) to convert the None of a --help that was not given; False needs nothing."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.default = False
+        return option

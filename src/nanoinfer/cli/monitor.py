@@ -1,0 +1,80 @@
+"""Carries the engine's step events to those who want them during a command: metrics, display, the --events file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from nanoinfer.cli.session import Session
+from nanoinfer.engine.events import StepEvent, Subscription
+from nanoinfer.engine.trace import TraceWriter
+from nanoinfer.errors import UserError
+
+if TYPE_CHECKING:
+    from nanoinfer.llm import LLM
+
+Consumer = Callable[[StepEvent], None]
+
+
+class Monitor:
+    """Made before the model is loaded, so that a file that cannot be written is refused in time.
+
+    While `watching`, call `tick` after each engine step: it hands the new events to the consumers.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.consumers: list[Consumer] = []
+        self.after_tick: Callable[[], None] = lambda: None
+        self._subscription: Subscription | None = None
+        self._snapshot_path = session.display.cache_snapshot
+        self._events_file: TextIO | None = None
+        if self._snapshot_path is not None:
+            _open_for_writing(self._snapshot_path).close()
+        if session.display.events is not None:
+            self._events_file = _open_for_writing(session.display.events)
+
+    @contextmanager
+    def watching(self, llm: LLM) -> Iterator[None]:
+        """Consume the engine's events; at the end, however it comes, write what was asked for."""
+        self._subscription = llm.events.subscribe()
+        if self._events_file is not None:
+            self.consumers.append(TraceWriter(self._events_file, asdict(llm.info)).write)
+        try:
+            yield
+        finally:
+            self.tick()
+            llm.events.unsubscribe(self._subscription)
+            if self._events_file is not None:
+                self._events_file.close()
+            if self._snapshot_path is not None:
+                self._snapshot_path.write_text(json.dumps(llm.cache_snapshot().to_json()), encoding="utf-8")
+
+    @contextmanager
+    def also(self, *consumers: Consumer) -> Iterator[None]:
+        """Hand the events of a part of the command to these consumers, too; those before it are not theirs."""
+        self.tick()
+        before = list(self.consumers)
+        self.consumers += consumers
+        try:
+            yield
+        finally:
+            self.tick()
+            self.consumers = before
+
+    def tick(self) -> None:
+        assert self._subscription is not None
+        for event in self._subscription.drain():
+            for consume in self.consumers:
+                consume(event)
+        self.after_tick()
+
+
+def _open_for_writing(path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another file.") from error

@@ -1,0 +1,225 @@
+"""Options that several commands share, each declared once: the model, the engine, sampling and the display.
+
+The functions below are *providers*: a command that has a parameter annotated EngineConfig gets the options of
+`engine_options` in its place, and is called with what that function returns (see command.py).
+"""
+
+# Annotations are evaluated here, not kept as strings: compiling them again from text would double the start-up time.
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from nanoinfer.config import (
+    AttentionChoice,
+    DtypeChoice,
+    EngineConfig,
+    KernelChoice,
+    LoadFormat,
+    SamplingParams,
+    SchedulePolicy,
+)
+from nanoinfer.errors import ConfigError
+
+MODEL, ENGINE, SAMPLING, DISPLAY = "Model", "Engine", "Sampling", "Display and logs"
+
+UiChoice = Literal["auto", "live", "log", "none"]
+ThinkChoice = Literal["auto", "on", "off"]
+OnError = Literal["record", "skip", "fail"]
+Order = Literal["input", "completion"]
+
+
+def thinking_options(think: ThinkChoice) -> dict[str, Any]:
+    """The chat template's variables for --think; auto leaves the choice to the template."""
+    return {} if think == "auto" else {"enable_thinking": think == "on"}
+
+
+def whole_or_auto(value: str | int) -> int | None:
+    """`auto` (decided by the engine) or a whole number."""
+    if str(value) == "auto":
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is neither a whole number nor auto") from None
+
+
+def memory_size(value: str | int) -> int:
+    """Bytes, written like 16GiB or 800M."""
+    from nanoinfer.ui.text import parse_bytes
+
+    try:
+        return parse_bytes(str(value))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _option(panel: str, *names: str, help: str, **more: Any) -> Any:
+    """A shared option: the environment variable NANOINFER_<NAME> sets it as well, under each of its long names."""
+    long_names = [name.partition("/")[0] for name in names if name.startswith("--")]
+    variables = ["NANOINFER_" + name.removeprefix("--").replace("-", "_").upper() for name in long_names]
+    return typer.Option(*names, help=help, rich_help_panel=panel, envvar=variables, show_envvar=False, **more)
+
+
+def _engine(*names: str, help: str, **more: Any) -> Any:
+    return _option(ENGINE, *names, help=help, **more)
+
+
+AutoInt = Annotated[int | None, _engine(parser=whole_or_auto, metavar="N|auto", help="")]
+
+
+def engine_options(
+    ctx: typer.Context,
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Folder, .gguf file or Hugging Face id.", rich_help_panel=MODEL, show_default=False
+        ),
+    ] = None,
+    model: Annotated[str | None, _option(MODEL, "-m", "--model", help="The same, as an option.")] = None,
+    revision: Annotated[str | None, _option(MODEL, "--revision", help="Branch, tag or commit on the hub.")] = None,
+    load_format: Annotated[
+        LoadFormat, _option(MODEL, "--load-format", help="dummy: random weights, for speed tests.")
+    ] = "auto",
+    dtype: Annotated[DtypeChoice, _option(MODEL, "--dtype", help="Precision of weights and KV cache.")] = "auto",
+    device: Annotated[str, _option(MODEL, "--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tensor_parallel_size: Annotated[
+        int, _engine("--tensor-parallel-size", "--tp", "-tp", help="GPUs (or processes) that share the model.")
+    ] = 1,
+    max_num_seqs: Annotated[int, _engine("--max-num-seqs", help="Sequences that run at the same time.")] = 256,
+    max_num_batched_tokens: Annotated[
+        int, _engine("--max-num-batched-tokens", help="Tokens of one step, prefill and decode together.")
+    ] = 8192,
+    max_prefill_chunk: Annotated[
+        int | None, _engine("--max-prefill-chunk", help="Longest piece of a prompt in one step.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        _engine("--max-model-len", parser=whole_or_auto, metavar="N|auto", help="Longest sequence, prompt and output."),
+    ] = None,
+    block_size: Annotated[
+        int | None, _engine("--block-size", parser=whole_or_auto, metavar="N|auto", help="Tokens of one KV block.")
+    ] = None,
+    num_blocks: Annotated[
+        int | None, _engine("--num-blocks", help="KV blocks, instead of what the memory allows.")
+    ] = None,
+    kv_memory: Annotated[
+        int | None, _engine("--kv-memory", parser=memory_size, metavar="SIZE", help="KV pool in bytes, like 4GiB.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, _engine("--gpu-memory-utilization", help="Part of the GPU's memory that may be used.")
+    ] = 0.90,
+    enable_prefix_caching: Annotated[
+        bool,
+        _engine("--enable-prefix-caching/--no-enable-prefix-caching", help="Share the KV blocks of equal prefixes."),
+    ] = True,
+    schedule: Annotated[SchedulePolicy, _engine("--schedule", help="What a step may hold.")] = "mixed",
+    enforce_eager: Annotated[bool, _engine("--enforce-eager", help="No CUDA graphs.")] = False,
+    attention: Annotated[AttentionChoice, _engine("--attention", help="Attention back end.")] = "auto",
+    kernels: Annotated[KernelChoice, _engine("--kernels", help="Kernel set.")] = "auto",
+    seed: Annotated[int, _engine("--seed", help="Seed of the random numbers.")] = 0,
+) -> EngineConfig:
+    if model_argument is not None:
+        # An environment variable or a config file may name a model as well; only two on the command line contradict.
+        source = ctx.get_parameter_source("model")
+        if model is not None and model != model_argument and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"two models are given, '{model_argument}' and '{model}'; give one of them.")
+        model = model_argument
+    return EngineConfig(
+        model=model,
+        revision=revision,
+        load_format=load_format,
+        dtype=dtype,
+        device=device,
+        tensor_parallel_size=tensor_parallel_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk=max_prefill_chunk,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_memory=kv_memory,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enable_prefix_caching=enable_prefix_caching,
+        schedule=schedule,
+        enforce_eager=enforce_eager,
+        attention=attention,
+        kernels=kernels,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """The sampling parameters that were given on the command line, by SamplingParams' names; the rest is not set."""
+
+    given: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        SamplingParams.from_options(self.given)  # refuses values out of range before anything slow happens
+
+
+def _sampling(*names: str, help: str, **more: Any) -> Any:
+    return _option(SAMPLING, *names, help=help, **more)
+
+
+def sampling_options(
+    max_tokens: Annotated[int | None, _sampling("--max-tokens", help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, _sampling("--temperature", help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, _sampling("--top-p", help="Nucleus: the smallest set with this mass.")] = None,
+    top_k: Annotated[int | None, _sampling("--top-k", help="The k most likely tokens; 0 is off.")] = None,
+    min_p: Annotated[float | None, _sampling("--min-p", help="Least probability, relative to the best.")] = None,
+    repetition_penalty: Annotated[float | None, _sampling("--repetition-penalty", help="1 is off.")] = None,
+    presence_penalty: Annotated[float | None, _sampling("--presence-penalty", help="0 is off.")] = None,
+    frequency_penalty: Annotated[float | None, _sampling("--frequency-penalty", help="0 is off.")] = None,
+    stop: Annotated[list[str] | None, _sampling("--stop", help="Text that ends an answer (repeatable).")] = None,
+) -> SamplingFlags:
+    options = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "stop": tuple(stop) if stop else None,
+    }
+    return SamplingFlags({name: value for name, value in options.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class DisplayOptions:
+    """What a command shows and records beside its result."""
+
+    ui: UiChoice
+    events: Path | None
+    cache_snapshot: Path | None
+    json: bool
+    quiet: bool
+    verbose: bool
+    no_color: bool
+
+
+def _display(*names: str, help: str, **more: Any) -> Any:
+    return _option(DISPLAY, *names, help=help, **more)
+
+
+def display_options(
+    ui: Annotated[
+        UiChoice, _display("--ui", help="live: a status line kept up to date; log: a line every 10 s.")
+    ] = "auto",
+    events: Annotated[Path | None, _display("--events", help="Write a JSON line per engine step.")] = None,
+    cache_snapshot: Annotated[
+        Path | None, _display("--cache-snapshot", help="Write the state of the KV blocks at the end.")
+    ] = None,
+    json: Annotated[bool, _display("--json", help="The result as one JSON document on stdout.")] = False,
+    quiet: Annotated[bool, _display("-q", "--quiet", help="Only the result, warnings and errors.")] = False,
+    verbose: Annotated[bool, _display("-v", "--verbose", help="More details; tracebacks of errors.")] = False,
+    no_color: Annotated[bool, _display("--no-color", help="No colours.")] = False,
+) -> DisplayOptions:
+    if quiet and verbose:
+        raise typer.BadParameter("-q and -v contradict each other; give one of them")
+    return DisplayOptions(ui, events, cache_snapshot, json, quiet, verbose, no_color)

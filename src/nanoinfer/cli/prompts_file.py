@@ -1,0 +1,170 @@
+"""Prompts files: JSONL (flat or OpenAI batch) and text, checked line by line before any model is loaded.
+
+Every line becomes a PromptRequest or a BadLine that says what is wrong with it; nothing is silently ignored.
+Lines end at "\\n" only: U+2028 and U+0085 are legal inside JSON strings, so `str.splitlines` would tear lines apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+from nanoinfer.cli.prompt_fields import (
+    CHAT_URL,
+    BadFieldError,
+    Form,
+    parse_batch_line,
+    parse_flat_line,
+)
+from nanoinfer.config import SamplingParams
+from nanoinfer.errors import ConfigError, UserError
+
+Kind = Literal["jsonl", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """A line that can run. `sampling` holds only what the line itself sets; `index` counts lines that are not blank."""
+
+    index: int
+    line: int
+    id: str | int
+    prompt: str | list[int] | list[dict[str, Any]]  # raw text, token ids, or messages for the chat template
+    form: Form = "flat"
+    id_key: str = "custom_id"
+    sampling: dict[str, Any] = field(default_factory=dict)
+    template_options: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None  # the model that an OpenAI body asks for
+    metadata: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that cannot run, with as much of its identity as could be read."""
+
+    index: int
+    line: int
+    message: str
+    code: str = "invalid_request"
+    id: str | int | None = None
+    form: Form = "flat"
+    id_key: str = "custom_id"
+
+
+Entry = PromptRequest | BadLine
+
+
+def sniff(name: str, data: bytes) -> Kind:
+    """The kind of a file from its name, or from its first character where the name does not say."""
+    if name.endswith((".jsonl", ".ndjson", ".json")):
+        return "jsonl"
+    if name.endswith((".txt", ".text", ".md")):
+        return "text"
+    return "jsonl" if data.lstrip()[:1] == b"{" else "text"
+
+
+def parse_prompts(data: bytes, kind: Kind, defaults: SamplingParams) -> list[Entry]:
+    """All lines that are not blank, in order. `defaults` are what a line's own sampling options are checked with.
+
+    Raises UserError if the file as a whole cannot be text in UTF-8.
+    """
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise UserError("the prompts are in UTF-16; save them as UTF-8.")
+    entries: list[Entry] = []
+    first_line_of: dict[str, int] = {}
+    for line, raw in _lines(data):
+        entry = _parse_line(len(entries), line, raw, kind, defaults)
+        if entry.id is not None:
+            first = first_line_of.setdefault(str(entry.id), line)
+            if first != line and isinstance(entry, PromptRequest):
+                message = f"the id '{entry.id}' is already used on line {first}; give every line its own."
+                entry = BadLine(entry.index, line, message, "duplicate_id", entry.id, entry.form, entry.id_key)
+        entries.append(entry)
+    return entries
+
+
+def prompts_from_texts(texts: list[str]) -> list[Entry]:
+    """Requests for prompts that were given on the command line (-p)."""
+    entries: list[Entry] = []
+    for index, text in enumerate(texts):
+        if text.strip():
+            messages = [{"role": "user", "content": text}]
+            entries.append(PromptRequest(index, index + 1, f"prompt-{index + 1}", messages, "text"))
+        else:
+            entries.append(BadLine(index, index + 1, "the prompt is empty; write something.", "empty_prompt"))
+    return entries
+
+
+def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, bytes without the line end) of every line that is not blank."""
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if raw.strip():
+            yield number, raw.removesuffix(b"\r")
+
+
+def _parse_line(index: int, line: int, raw: bytes, kind: Kind, defaults: SamplingParams) -> Entry:
+    fields: dict[str, Any] = {}
+    try:
+        text = raw.decode("utf-8")
+        if kind == "text":
+            return PromptRequest(index, line, f"line-{line}", [{"role": "user", "content": text}], "text")
+        fields = _json_object(text)
+        parsed = parse_batch_line(fields) if fields.keys() & {"body", "url", "method"} else parse_flat_line(fields)
+        defaults.with_options(parsed["sampling"])
+        parsed.setdefault("id", f"line-{line}")
+        return PromptRequest(index, line, **parsed)
+    except UnicodeDecodeError as error:
+        return BadLine(index, line, f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}.")
+    except BadFieldError as error:
+        return _bad(index, line, str(error), error.code, fields)
+    except ConfigError as error:
+        return _bad(index, line, str(error), "invalid_request", fields)
+
+
+def _bad(index: int, line: int, message: str, code: str, fields: dict[str, Any]) -> BadLine:
+    """A BadLine that keeps the id and the form of its line, where there is a usable one."""
+    batch = bool(fields.keys() & {"body", "url", "method"})
+    form: Form = "flat" if not batch else "chat" if fields.get("url", CHAT_URL) == CHAT_URL else "completion"
+    for key in ("custom_id", "id"):
+        if isinstance(fields.get(key), str | int) and not isinstance(fields[key], bool):
+            return BadLine(index, line, message, code, fields[key], form, key)
+    return BadLine(index, line, message, code, f"line-{line}", form)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """The line's JSON object; BadFieldError says what is wrong and in which column."""
+    try:
+        value = json.loads(text, object_pairs_hook=_no_duplicate_keys, parse_constant=_no_constant)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise BadFieldError(f"not JSON: {error.msg} at column {error.colno}.") from None
+    except UnicodeEncodeError:
+        raise BadFieldError(
+            "a string holds half of a surrogate pair (\\ud800 to \\udfff), which is no character."
+        ) from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
+        raise BadFieldError(f"not JSON that can be read: {error}.") from None
+    if not isinstance(value, dict):
+        raise BadFieldError(f"the line must hold a JSON object, not {_json_type(value)}.")
+    return value
+
+
+def _no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise BadFieldError(f"the field '{twice}' is given twice.")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise BadFieldError(f"{name} is not a JSON value.")
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,78 @@
+"""What a command works with besides its options: the console, the signals, and the way to an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.cli.interrupts import Interrupts
+from nanoinfer.cli.options import DisplayOptions
+from nanoinfer.config import EngineConfig
+from nanoinfer.ui.console import Console
+from nanoinfer.ui.text import byte_size, count
+
+if TYPE_CHECKING:
+    from nanoinfer.engine.info import EngineInfo
+    from nanoinfer.llm import LLM
+
+Notify = Callable[[str, int, int], None]
+
+
+def open_llm(config: EngineConfig, notify: Notify) -> LLM:
+    """Start the engine. Everything slow, torch above all, is imported here and not before."""
+    from nanoinfer.llm import LLM
+
+    return LLM(notify=notify, **asdict(config))
+
+
+@dataclass(frozen=True)
+class Services:
+    """What tests replace: how an engine is started, and the clock (seconds, monotonic)."""
+
+    open_llm: Callable[[EngineConfig, Notify], Any] = open_llm
+    clock: Callable[[], float] = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of a command."""
+
+    display: DisplayOptions
+    console: Console
+    interrupts: Interrupts
+    services: Services = field(default_factory=Services)
+
+    @contextmanager
+    def engine(self, config: EngineConfig) -> Iterator[LLM]:
+        """An engine that is closed at the end, with its start-up shown."""
+        started = self.services.clock()
+        self.console.status(f"starting {config.model or 'the default model'} ...")
+        llm = self.services.open_llm(config, self._show_loading)
+        try:
+            self.console.clear_status()
+            self._introduce(llm.info, self.services.clock() - started)
+            yield llm
+        finally:
+            llm.close()
+
+    def _show_loading(self, stage: str, done: int, total: int) -> None:
+        share = f" {100 * done / total:.0f}%" if total else ""
+        self.console.status(f"{stage} {byte_size(done)}{f' of {byte_size(total)}' if total else ''}{share}")
+
+    def _introduce(self, info: EngineInfo, seconds: float) -> None:
+        """Which model runs where: one line, and under -v everything that was decided."""
+        self.console.say(info.model_reason)
+        tp = f" · tp {info.tensor_parallel_size}" if info.tensor_parallel_size > 1 else ""
+        self.console.dim(
+            f"{info.device} {info.dtype}{tp} · attention {info.attention} · kernels {info.kernels} · "
+            f"{count(info.num_blocks)} KV blocks of {info.block_size} tokens ({byte_size(info.kv_bytes)}) · "
+            f"context {count(info.max_model_len)} · ready in {seconds:.1f} s"
+        )
+        for warning in info.warnings:
+            self.console.warn(warning)
+        if self.display.verbose:
+            for name, value in asdict(info).items():
+                self.console.dim(f"  {name} {value}")

@@ -1,0 +1,78 @@
+"""The console: everything that is not the result of a command goes to standard error through this one object."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from nanoinfer.ui.text import visible
+
+
+def colour_wanted(stream: TextIO, no_color: bool) -> bool:
+    """Whether escape codes may be written to `stream` (https://no-color.org, TERM=dumb, pipes)."""
+    return not no_color and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+class Console:
+    """Writes notes, warnings, errors and one status line to a stream. Text from outside is made harmless.
+
+    The status line is rewritten in place on a terminal; any other output first removes it, so that the two never mix.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False, no_color: bool = False) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self.quiet = quiet
+        self.colour = colour_wanted(self._stream, no_color)
+        self.is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._status_shown = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (BrokenPipeError, ValueError):
+            self.quiet = True  # nobody reads any more; the result on stdout still matters
+
+    def _styled(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
+
+    def say(self, text: str = "") -> None:
+        """A line of information; nothing under --quiet."""
+        if not self.quiet:
+            self.clear_status()
+            self._write(visible(text) + "\n")
+
+    def dim(self, text: str) -> None:
+        """A line that should not draw attention; nothing under --quiet."""
+        if not self.quiet:
+            self.clear_status()
+            self._write(self._styled(visible(text), "2") + "\n")
+
+    def warn(self, text: str) -> None:
+        """A line that a person should not miss; shown under --quiet too."""
+        self.clear_status()
+        self._write(self._styled("warning:", "33") + f" {visible(text)}\n")
+
+    def more(self, text: str) -> None:
+        """A further line of a warning or an error."""
+        self.clear_status()
+        self._write(visible(text) + "\n")
+
+    def error(self, text: str) -> None:
+        """Why the command failed; always shown."""
+        self.clear_status()
+        self._write(self._styled("error:", "31;1") + f" {visible(text)}\n")
+
+    def status(self, text: str) -> None:
+        """Replace the status line (terminals only); cut to the terminal's width so that it stays one row."""
+        if not self.quiet and self.is_terminal:
+            width = os.get_terminal_size(self._stream.fileno()).columns - 1
+            line = visible(text.replace("\n", " "))[: max(width, 1)]
+            self._write(f"\r\x1b[2K{self._styled(line, '2')}")
+            self._status_shown = True
+
+    def clear_status(self) -> None:
+        if self._status_shown:
+            self._write("\r\x1b[2K")
+            self._status_shown = False

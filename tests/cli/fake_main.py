@@ -1,0 +1,37 @@
+"""`nanoinfer` as a process of its own, with the stand-in engine: python fake_main.py [ENGINE SETTINGS] -- ARGUMENTS.
+
+Settings are names from `SETTINGS`; the line "step N" on standard error says that step N begins, where asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from fake_llm import ByteTokenizer, FakeLLM, shout
+
+from nanoinfer.cli.app import main
+from nanoinfer.cli.session import Services
+
+
+def slowly(step: int) -> None:
+    """About 100 tokens a second, so that there is time to interrupt."""
+    time.sleep(0.01)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "endless": {"reply": lambda prompt: "word " * 400, "before_step": slowly},
+    "thinks": {"reply": lambda prompt: "<think>\nlet me see\n</think>\n\n" + shout(prompt)},
+    "thinks-long": {"reply": lambda prompt: "<think>" + "hm " * 600, "before_step": slowly},
+    "rude": {"reply": lambda prompt: "\x1b[2J\x1b[31mred\x1b]0;title\x07"},
+    "small": {"max_model_len": 100},
+    "no-system": {"tokenizer": ByteTokenizer(system_role=False)},
+}
+
+if __name__ == "__main__":
+    split = sys.argv.index("--")
+    settings: dict[str, Any] = {}
+    for name in sys.argv[1:split]:
+        settings |= SETTINGS[name]
+    main(sys.argv[split + 1 :], Services(open_llm=lambda config, notify: FakeLLM(config, **settings)))

@@ -1,0 +1,144 @@
+"""`nanoinfer chat` with piped input and -p, on a stand-in engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from conftest import Program
+from fake_llm import ByteTokenizer, FakeLLM, shout
+
+
+def with_llm(nanoinfer: Program, **options: Any) -> None:
+    nanoinfer.make = lambda config: FakeLLM(config, **options)
+
+
+def messages(nanoinfer: Program, turn: int) -> str:
+    """The rendered prompt of a turn."""
+    token_ids = nanoinfer.llm.submitted[turn][0]
+    return bytes(token_ids).decode()
+
+
+def test_piped_lines_are_turns_of_one_conversation(nanoinfer: Program) -> None:
+    result = nanoinfer("chat", stdin="first\n\nsecond\n")
+    assert (result.code, result.out) == (0, "FIRST\nSECOND\n")
+    assert messages(nanoinfer, 1) == "<user>first<assistant>FIRST<user>second<assistant>"
+    assert nanoinfer.llm.closed
+
+
+def test_a_turn_reuses_the_kv_of_the_turns_before_it(nanoinfer: Program) -> None:
+    result = nanoinfer("chat", "--stats", stdin="a first question\nand a second\n")
+    first, second = [line for line in result.err.splitlines() if "TTFT" in line]
+    assert "prompt 33 (0 cached, 0%) · stop" in first
+    assert "prompt 78 (48 cached, 62%) · stop" in second
+
+
+def test_one_shot(nanoinfer: Program) -> None:
+    result = nanoinfer("chat", "-p", "hello", "--system", "be brief")
+    assert (result.code, result.out) == (0, "HELLO\n")
+    assert messages(nanoinfer, 0) == "<system>be brief<user>hello<assistant>"
+
+
+def test_one_shot_as_json(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, reply=lambda prompt: "<think>hm</think>ok")
+    document = json.loads(nanoinfer("chat", "-p", "hello", "--json").out)
+    assert (document["text"], document["thinking"], document["finish_reason"]) == ("ok", "hm", "stop")
+    assert document["usage"]["completion_tokens"] == 20
+
+
+def test_thinking_is_neither_on_standard_output_nor_fed_back(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, reply=lambda prompt: "<think>\nhm\n</think>\n\n" + shout(prompt))
+    assert nanoinfer("chat", stdin="one\ntwo\n").out == "ONE\nTWO\n"
+    assert messages(nanoinfer, 1) == "<user>one<assistant>ONE<user>two<assistant>"
+
+
+@pytest.mark.parametrize(("think", "rendered"), [("on", "<thinking=True>"), ("off", "<thinking=False>"), ("auto", "")])
+def test_the_thinking_switch_reaches_the_template(nanoinfer: Program, think: str, rendered: str) -> None:
+    nanoinfer("chat", "-p", "x", "--think", think)
+    assert messages(nanoinfer, 0) == f"<user>x{rendered}<assistant>"
+
+
+def test_a_template_without_a_system_role_gets_the_system_prompt_in_the_first_message(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, tokenizer=ByteTokenizer(system_role=False))
+    result = nanoinfer("chat", "--system", "be brief", stdin="hi\nagain\n")
+    assert result.code == 0
+    assert messages(nanoinfer, 1) == "<user>be brief\n\nhi<assistant>BE BRIEF\n\nHI<user>again<assistant>"
+
+
+def test_models_that_cannot_chat_are_refused(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, tokenizer=ByteTokenizer(chat_template=False))
+    result = nanoinfer("chat", stdin="hi\n")
+    assert result.code == 2
+    assert "fake has no chat template: it continues text but does not chat." in result.err
+    with_llm(nanoinfer, has_tokenizer=False)
+    assert "fake has no tokenizer, so it cannot chat." in nanoinfer("chat", stdin="hi\n").err
+
+
+def test_commands(nanoinfer: Program) -> None:
+    result = nanoinfer(
+        "chat",
+        stdin=(
+            "/help\n/system be brief\n/set temperature 0.25\n/set think off\n/set stop END\n/show\nhi\n/stats\n/cache\n"
+            "/regen\n/undo\n/clear\n/system none\nlast\n/quit\nnever\n"
+        ),
+    )
+    assert (result.code, result.out) == (0, "HI\nHI\nLAST\n")
+    assert "/set NAME VALUE" in result.err
+    assert "system prompt: be brief" in result.err
+    assert "sampling: temperature 0.25, top_p 0.95, max_tokens None, stop ('END',)" in result.err
+    assert "chat: 1 answer, 3 output tokens, prompts " in result.err
+    assert "1,024 KV blocks of 4 tokens: 0 active" in result.err
+    assert "taken back: hi" in result.err
+    assert messages(nanoinfer, 1) == "<system>be brief<user>hi<thinking=False><assistant>"
+    assert messages(nanoinfer, 2) == "<user>last<thinking=False><assistant>"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("/exti", "error: unknown command /exti; did you mean /exit?"),
+        ("/zzzz", "error: unknown command /zzzz; /help lists them."),
+        ("/set temprature 1", "error: there is no setting 'temprature'; did you mean 'temperature'?"),
+        ("/set temperature hot", "error: temperature is 'hot'; it must be a number from 0 to 100."),
+        ("/set think maybe", "error: think is auto, on or off."),
+        ("/set", "/set NAME VALUE, where NAME is one of"),
+        ("/undo", "There is nothing to take back."),
+        ("/regen", "There is no answer to generate again."),
+    ],
+)
+def test_a_mistaken_command_is_one_line_and_never_reaches_the_model(
+    nanoinfer: Program, command: str, message: str
+) -> None:
+    result = nanoinfer("chat", stdin=f"{command}\nhi\n")
+    assert (result.code, result.out) == (0, "HI\n")
+    assert message in result.err
+    assert len(nanoinfer.llm.submitted) == 1
+
+
+def test_a_full_context_is_told_and_the_chat_goes_on(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, max_model_len=100)
+    result = nanoinfer("chat", stdin="short\n" + "x" * 90 + "\nagain\n")
+    assert result.code == 3
+    assert result.out == "SHORT\nAGAIN\n"
+    assert "but this model takes 100" in result.err
+    assert "The message was taken back." in result.err
+    assert messages(nanoinfer, -1) == "<user>short<assistant>SHORT<user>again<assistant>"
+
+
+def test_a_one_shot_prompt_that_is_too_long_is_bad_input(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, max_model_len=50)
+    assert nanoinfer("chat", "-p", "x" * 60).code == 2
+
+
+def test_an_answer_cut_while_thinking_is_explained(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, reply=lambda prompt: "<think>" + "hm " * 100)
+    result = nanoinfer("chat", "-p", "x", "--max-tokens", "30")
+    assert (result.code, result.out) == (0, "")
+    assert "cut while the model was still thinking" in result.err
+
+
+def test_an_empty_prompt_and_json_without_a_prompt_are_refused(nanoinfer: Program) -> None:
+    for arguments in (("-p", " "), ("--json",)):
+        result = nanoinfer("chat", *arguments)
+        assert (result.code, nanoinfer.llm) == (2, None)

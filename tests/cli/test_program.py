@@ -1,0 +1,247 @@
+"""The program as a whole: help, versions, exit codes, environment, configuration file, start-up time and pipes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Program, Result
+
+COMMANDS = ("chat", "generate", "bench", "inspect-cache")
+HERE = Path(__file__).parent
+
+
+def run(*arguments: str, stdin: str = "", code: str = "") -> Result:
+    """`nanoinfer` as a real process; `code` runs after the program in the same interpreter."""
+    script = f"import sys, nanoinfer.cli.app as a\ntry: a.main({list(arguments)!r})\nfinally: {code or 'pass'}"
+    done = subprocess.run([sys.executable, "-c", script], input=stdin, capture_output=True, text=True, timeout=60)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def test_help_lists_the_commands(nanoinfer: Program) -> None:
+    result = nanoinfer("--help")
+    assert result.code == 0
+    assert all(command in result.out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_has_panels_and_fits_80_columns(nanoinfer: Program, command: str) -> None:
+    result = nanoinfer(command, "--help")
+    assert result.code == 0
+    lines = result.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for panel in ("Options:", "Model:", "Engine:", "Display and logs:"):
+        assert panel in lines
+    for option in ("-tp, --tensor-parallel-size, --tp", "--max-num-batched-tokens", "--enable-prefix-caching"):
+        assert option in result.out
+
+
+def test_version_names_what_matters(nanoinfer: Program) -> None:
+    result = nanoinfer("--version")
+    assert result.code == 0
+    for name in ("nanoinfer", "python", "torch", "triton", "flash-attn"):
+        assert name in result.out
+
+
+def test_python_m() -> None:
+    done = subprocess.run([sys.executable, "-m", "nanoinfer", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.startswith("nanoinfer")
+
+
+@pytest.mark.parametrize("spelling", [("-tp", "2"), ("--tp", "2"), ("--tensor-parallel-size", "2"), ("--tp=2",)])
+def test_spellings_of_tensor_parallelism(nanoinfer: Program, spelling: tuple[str, ...]) -> None:
+    nanoinfer("generate", "-p", "x", *spelling)
+    assert nanoinfer.llm.config.tensor_parallel_size == 2
+
+
+def test_engine_options_reach_the_engine(nanoinfer: Program) -> None:
+    options = {
+        "--max-num-seqs": "3", "--max-num-batched-tokens": "99", "--max-model-len": "auto", "--block-size": "8",
+        "--gpu-memory-utilization": "0.5", "--num-blocks": "77", "--schedule": "prefill-first", "--attention": "torch",
+        "--kernels": "eager", "--dtype": "float32", "--revision": "main", "--load-format": "dummy", "--device": "cpu",
+        "--seed": "5", "--max-prefill-chunk": "6", "--kv-memory": "1MiB",
+    }  # fmt: skip
+    flags = ("--no-enable-prefix-caching", "--enforce-eager")
+    nanoinfer("generate", "folder", "-p", "x", *flags, *(word for pair in options.items() for word in pair))
+    config = nanoinfer.llm.config
+    assert (config.model, config.max_num_seqs, config.max_num_batched_tokens) == ("folder", 3, 99)
+    assert (config.max_model_len, config.block_size, config.num_blocks, config.kv_memory) == (None, 8, 77, 1 << 20)
+    assert (config.schedule, config.attention, config.kernels) == ("prefill-first", "torch", "eager")
+    assert (config.gpu_memory_utilization, config.dtype, config.device, config.seed) == (0.5, "float32", "cpu", 5)
+    assert (config.revision, config.load_format, config.max_prefill_chunk) == ("main", "dummy", 6)
+    assert (config.enable_prefix_caching, config.enforce_eager) == (False, True)
+
+
+def test_every_engine_option_has_a_flag(nanoinfer: Program) -> None:
+    from dataclasses import fields
+
+    from nanoinfer.config import EngineConfig
+
+    help_text = nanoinfer("generate", "--help").out
+    for field in fields(EngineConfig):
+        assert f"--{field.name.replace('_', '-')}" in help_text
+
+
+@pytest.mark.parametrize("arguments", [("m1", "-m", "m1"), ("m1",), ("-m", "m1"), ("--model", "m1")])
+def test_the_model_is_an_argument_or_an_option(nanoinfer: Program, arguments: tuple[str, ...]) -> None:
+    nanoinfer("generate", *arguments, "-p", "x")
+    assert nanoinfer.llm.config.model == "m1"
+
+
+def test_two_models_contradict(nanoinfer: Program) -> None:
+    result = nanoinfer("generate", "m1", "-m", "m2", "-p", "x")
+    assert result.code == 2
+    assert "two models are given, 'm1' and 'm2'" in result.err
+
+
+# -- environment and configuration file --------------------------------------------------------------------------------
+
+
+def write_config(text: str) -> None:
+    path = Path(os.environ["XDG_CONFIG_HOME"]) / "nanoinfer" / "config.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_flag_before_environment_before_file_before_default(
+    nanoinfer: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config('model = "file"\nmax_num_seqs = 3\nblock-size = 32\ntemperature = 0.5\n[chat]\nmax_num_seqs = 4\n')
+    monkeypatch.setenv("NANOINFER_MODEL", "environment")
+    monkeypatch.setenv("NANOINFER_MAX_NUM_SEQS", "5")
+    monkeypatch.setenv("NANOINFER_TP", "2")
+    nanoinfer("generate", "flag", "-p", "x", "--max-num-seqs", "6")
+    config = nanoinfer.llm.config
+    assert (config.model, config.max_num_seqs, config.tensor_parallel_size, config.block_size) == ("flag", 6, 2, 32)
+    assert config.dtype == "auto"
+    assert nanoinfer.llm.submitted[0][1].temperature == 0.5
+    nanoinfer("generate", "-p", "x")
+    assert (nanoinfer.llm.config.model, nanoinfer.llm.config.max_num_seqs) == ("environment", 5)
+    monkeypatch.delenv("NANOINFER_MODEL")
+    monkeypatch.delenv("NANOINFER_MAX_NUM_SEQS")
+    nanoinfer("generate", "-p", "x")
+    assert (nanoinfer.llm.config.model, nanoinfer.llm.config.max_num_seqs) == ("file", 3)
+    nanoinfer("chat", "-p", "x")
+    assert nanoinfer.llm.config.max_num_seqs == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seq = 3", "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ("[serve]\nport = 1", "there is no command 'serve'; the tables are chat, generate, bench, inspect-cache."),
+        ("[chat]\nnum_prompts = 1", "unknown setting 'num_prompts'"),
+        ("= 3", "cannot read"),
+    ],
+)
+def test_a_wrong_configuration_file_is_refused_by_name(nanoinfer: Program, text: str, message: str) -> None:
+    write_config(text)
+    result = nanoinfer("generate", "-p", "x")
+    assert (result.code, nanoinfer.llm) == (2, None)
+    assert message in result.err
+    assert "config.toml" in result.err
+
+
+def test_a_setting_that_only_one_command_has_may_stand_at_the_top(nanoinfer: Program) -> None:
+    write_config('system = "be brief"')
+    assert nanoinfer("generate", "-p", "x").code == 0
+    nanoinfer("chat", "-p", "x")
+    assert bytes(nanoinfer.llm.submitted[0][0]).startswith(b"<system>be brief")
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generat",), "Did you mean 'generate'?"),
+        (("generate", "--max-num-seq", "3"), "--max-num-seqs"),
+        (("generate", "-p", "x", "--max-num-seqs", "many"), "--max-num-seqs"),
+        (("generate", "-p", "x", "--max-num-seqs", "0"), "max_num_seqs is 0; it must be a whole number of at least 1."),
+        (("generate", "-p", "x", "--max-tokens", "0"), "max_tokens is 0; it must be a whole number of at least 1."),
+        (("generate", "-p", "x", "--temperature", "-1"), "temperature is -1.0"),
+        (("generate", "-p", "x", "--block-size", "big"), "neither a whole number nor auto"),
+        (("generate", "-p", "x", "--schedule", "magic"), "magic"),
+        (("generate", "-p", "x", "--device", "tpu"), "device is 'tpu'; it must be auto, cpu, cuda or cuda:N."),
+        (("generate", "-p", "x", "-q", "-v"), "-q and -v contradict each other"),
+        (("generate", "-p", "x", "--max-num-batched-tokens", "10"), "raise the first or lower the second"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_load(
+    nanoinfer: Program, arguments: tuple[str, ...], message: str
+) -> None:
+    result = nanoinfer(*arguments)
+    assert (result.code, result.out, nanoinfer.llm) == (2, "", None)
+    assert message in " ".join(result.err.split())
+
+
+def test_quiet_leaves_only_the_result(nanoinfer: Program) -> None:
+    result = nanoinfer("generate", "-p", "hi", "-q")
+    assert (result.out, result.err) == ("HI\n", "")
+
+
+def test_a_pipe_gets_no_escape_codes(nanoinfer: Program) -> None:
+    result = nanoinfer("generate", "-p", "hi", "--ui", "live")
+    assert "\x1b" not in result.out + result.err
+
+
+# -- as a process ------------------------------------------------------------------------------------------------------
+
+NO_TORCH = "assert 'torch' not in sys.modules, 'torch was imported'"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("--version",), ("bench", "--help"), ("generate", "--max-num-seqs", "0"), ("generate", "-p", ""),
+     ("generate", "-f", "/dev/null"), ("bench", "--goodput", "x:1")],
+)  # fmt: skip
+def test_nothing_that_is_refused_or_only_told_imports_torch(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, code=NO_TORCH)
+    assert result.code in (0, 2)
+    assert "AssertionError" not in result.err
+
+
+@pytest.mark.parametrize(("arguments", "limit"), [(("--help",), 0.3), (("generate", "--help"), 0.5)])
+def test_help_is_quick(arguments: tuple[str, ...], limit: float) -> None:
+    """In seconds of CPU time, the best of five, because other processes slow the wall clock."""
+    costs = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "nanoinfer", *arguments], capture_output=True, check=True, timeout=60)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(costs) < limit
+
+
+def test_a_reader_that_leaves_early_ends_the_program_quietly() -> None:
+    prompts = "".join(f"prompt number {i}\n" for i in range(2000))
+    command = f'"{sys.executable}" "{HERE / "fake_main.py"}" -- generate -q | head -1'
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], input=prompts, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./no/such/folder", "there is no model './no/such/folder'"),
+        ("{tmp}", "is no model folder (it has no config.json)"),
+        ("{tmp}/bare", "weights"),
+        ("{tmp}/notes.txt", "is a file but no .gguf file"),
+    ],
+)
+def test_models_that_are_none_are_refused(tmp_path: Path, model: str, message: str) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    result = run("generate", "-m", model.format(tmp=tmp_path), "-p", "x")
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert "Traceback" not in result.err

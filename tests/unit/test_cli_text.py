@@ -1,0 +1,101 @@
+"""Text for people: nothing drives the terminal, numbers are short."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from nanoinfer.ui import text
+from nanoinfer.ui.answer import AnswerPrinter
+from nanoinfer.ui.console import Console
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("\x1b[2J\x1b]0;title\x07", "␛[2J␛]0;title␇"),
+        ("a\rb\r\nc\td", "a␍b\nc\td"),
+        ("\x9b31m\x7f\x00", "\\x9b31m␡␀"),
+        ("čeština 漢字 😀 ไทย", "čeština 漢字 😀 ไทย"),
+    ],
+)
+def test_text_from_a_model_can_never_drive_the_terminal(raw: str, shown: str) -> None:
+    assert text.visible(raw) == shown
+    terminal = Terminal()
+    printer = AnswerPrinter(terminal, Console(io.StringIO()))
+    printer.write("answer", raw)
+    assert terminal.getvalue() == shown
+
+
+def test_a_pipe_gets_the_answer_byte_for_byte_and_no_thinking() -> None:
+    pipe = io.StringIO()
+    printer = AnswerPrinter(pipe, Console(io.StringIO()))
+    printer.write("thinking", "hm")
+    printer.write("answer", "\x1b[1mx")
+    printer.end()
+    assert pipe.getvalue() == "\x1b[1mx\n"
+
+
+def test_thinking_is_dim_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    printer = AnswerPrinter(terminal, Console(Terminal()))
+    printer.write("thinking", "hm")
+    printer.write("answer", "yes")
+    printer.end()
+    assert terminal.getvalue() == "\x1b[2mhm\x1b[22m\n\nyes\n"
+
+
+def test_the_console_shows_messages_harmless_and_plain_in_a_pipe() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.status("never in a pipe")
+    console.say("a\x1b[2Jb")
+    console.error("bad")
+    assert stream.getvalue() == "a␛[2Jb\nerror: bad\n"
+
+
+def test_quiet_keeps_warnings_and_errors() -> None:
+    stream = io.StringIO()
+    console = Console(stream, quiet=True)
+    console.say("x")
+    console.dim("y")
+    console.warn("w")
+    console.error("e")
+    assert stream.getvalue() == "warning: w\nerror: e\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("16GiB", 16 << 30), ("16G", 16 << 30), ("800M", 800 << 20), ("1GB", 10**9), ("1.5k", 1536), ("77", 77)],
+)
+def test_memory_sizes(given: str, expected: int) -> None:
+    assert text.parse_bytes(given) == expected
+
+
+@pytest.mark.parametrize("given", ["", "GiB", "-1G", "1 potato", "1e9"])
+def test_bad_memory_sizes(given: str) -> None:
+    with pytest.raises(ValueError, match="is not a memory size"):
+        text.parse_bytes(given)
+
+
+def test_numbers() -> None:
+    assert [text.rate(x) for x in (4.123, 41.23, 412.3, 4123.0)] == ["4.12", "41.2", "412", "4,123"]
+    assert [text.milliseconds(x) for x in (0.4211, 24.31, 831.0, 12_400.0)] == [
+        "0.42 ms",
+        "24.3 ms",
+        "831 ms",
+        "12.4 s",
+    ]
+    assert [text.duration(x) for x in (8.2, 187, 3750)] == ["8 s", "3:07", "1:02:30"]
+    assert [text.byte_size(x) for x in (512, 98_362_432, 1.5 * 2**30, 3 * 2**40)] == [
+        "512 B", "93.8 MiB", "1.5 GiB", "3.0 TiB",
+    ]  # fmt: skip
+    assert (text.plural(1, "line"), text.plural(1200, "line")) == ("1 line", "1,200 lines")
