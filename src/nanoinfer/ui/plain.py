@@ -72,7 +72,8 @@ def status_line(snapshot: MetricsSnapshot, done: int, failed: int, total: int, e
     if eta is not None:
         parts.append(f"{duration(eta)} left")
     parts.append(f"{rate(window.output_tokens_per_s)} tok/s")
-    parts.append(f"prefill {rate(window.prefill_tokens_per_s)} tok/s")
+    if window.prefill_tokens:
+        parts.append(f"prefill {rate(window.prefill_tokens_per_s)} tok/s")
     parts.append(f"{snapshot.running} running, {snapshot.waiting} waiting")
     if blocks:
         active, cached = (100 * part / blocks for part in (snapshot.blocks_active, snapshot.blocks_cached))
