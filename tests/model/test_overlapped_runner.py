@@ -8,8 +8,9 @@ from test_parity import FAMILIES, greedy, randomise
 from transformers import AutoModelForCausalLM
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.runner import build
-from nanoinfer.runner.cuda_graphs import bucket_sizes
+from nanoinfer.kernels import reference
+from nanoinfer.runner import build, overlapped_runner
+from nanoinfer.runner.cuda_graphs import GraphCache, bucket_sizes
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
 
 
@@ -78,6 +79,70 @@ def test_every_sampling_rule_gives_what_the_plain_runner_gives(case, monkeypatch
         for one, other in zip(plain.logprobs or [], overlapped_output.logprobs or [], strict=True):
             assert one.token_id == other.token_id
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+class ReplayedEagerly(GraphCache):
+    """Runs a captured step anew at each replay: what a graph does, minus the graph."""
+
+    def capture(self, key, step):
+        step()
+        self._graphs[key] = step
+
+    def replay(self, key):
+        return self._graphs[key]()
+
+
+class DeviceOnlyAttention:
+    """The reference kernel behind the protocol; reads only tensors, as a back end inside a graph must."""
+
+    name, reads_device_only = "reference", True
+
+    def __init__(self, heads, cos_sin, kernels):
+        self.heads, self.cos_sin, self.kernels = heads, cos_sin, kernels
+
+    def plan(self, batch):
+        self.batch = batch
+        return self
+
+    def run(self, qkv, qk_norm, cache):
+        weights = (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps) if qk_norm else (None, None, 0.0)
+        batch, heads = self.batch, self.heads
+        q, _, _ = self.kernels.qk_norm_rope_store(
+            qkv, *weights, self.cos_sin, batch.positions, *cache, batch.slot_mapping,
+            heads.num_heads, heads.num_kv_heads, heads.head_dim,
+        )  # fmt: skip
+        out = reference.paged_attention(
+            q, *cache, batch.block_tables, batch.cu_seqlens_q, batch.context_lens, heads.scale
+        )
+        return out.flatten(1)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 33])
+def test_graphed_steps_with_padding_equal_transformers(case, monkeypatch, max_num_seqs):
+    """Padding rows of a bucket once wrote to real slots, and once read stale ones."""
+    folder, prompts, expected = case
+    used = []
+
+    def make(model, attention, kv_caches, *, config, max_model_len, device):
+        attention = DeviceOnlyAttention(attention.heads, attention.cos_sin, attention.kernels)
+        runner = OverlappedRunner(
+            model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+            device=device, use_graphs=True,
+        )  # fmt: skip
+        used.append(runner._decode._graphs)
+        return runner
+
+    monkeypatch.setattr(build, "make_runner", make)
+    monkeypatch.setattr(overlapped_runner, "GraphCache", ReplayedEagerly)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    with LLM(folder, device="cpu", num_blocks=30, max_num_seqs=max_num_seqs) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
+        # The same with logits graphs and a sampler outside: logprobs need it.
+        with_logprobs = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, with_logprobs)] == expected
+    kinds = {key[0] for key in used[0]._graphs}
+    assert kinds == {"decode", "prefill"}
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 12, 17, 20, 33, 256, 513])

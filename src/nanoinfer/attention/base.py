@@ -59,8 +59,12 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """How attention is computed on a device; chosen once per engine."""
+    """How attention is computed on a device; chosen once per engine.
+
+    `reads_device_only`: a plan needs no `starts` and `query_lens` of decodes, so it can be part of a CUDA graph.
+    """
 
     name: str
+    reads_device_only: bool
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan: ...

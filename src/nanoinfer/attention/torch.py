@@ -14,6 +14,7 @@ class TorchAttention:
     """Attention back end of the CPU; any block size. cos_sin float32 [positions, head_dim] is the rotary table."""
 
     name = "torch"
+    reads_device_only = False
 
     def __init__(self, heads: HeadLayout, cos_sin: Tensor, kernels: KernelSet) -> None:
         self.heads = heads

@@ -15,6 +15,7 @@ class TritonAttention:
     """Block sizes of 16 and more. cos_sin float32 [positions, head_dim]; at most max_num_seqs decodes in a step."""
 
     name = "triton"
+    reads_device_only = True
 
     def __init__(self, heads: HeadLayout, cos_sin: Tensor, kernels: KernelSet, max_num_seqs: int) -> None:
         self.heads = heads

@@ -268,7 +268,7 @@ def make_runner(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         device=device,
-        use_graphs=not config.enforce_eager,
+        use_graphs=attention.reads_device_only and not config.enforce_eager,
     )
 
 

@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
+from nanoinfer.attention.base import AttentionBackend, KVCache
 from nanoinfer.engine.batch import ScheduledBatch, StepResult, TokenLogprobs
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.runner.cuda_graphs import DecodeGraphs, DecodeStep
+from nanoinfer.runner.cuda_graphs import GraphCache
 from nanoinfer.runner.device_rows import DeviceRows
-from nanoinfer.runner.input_batch import SequenceRows
+from nanoinfer.runner.graphed_steps import GraphedDecode, GraphedPrefill
+from nanoinfer.runner.input_batch import SequenceRows, StepArrays
 from nanoinfer.runner.model_runner import step_input
 from nanoinfer.runner.sampler import Sampler
 from nanoinfer.runner.sampling_table import PENALTIES, RANDOM, SamplingTable
@@ -93,10 +94,11 @@ class OverlappedRunner:
         self._table = SamplingTable(max_num_seqs)
         self._sampler = Sampler(self._table, self._rows, device)
         self._on_device = DeviceRows(self._rows, self._table, device, self._upload)
-        self._graphs = None
+        self._decode = self._prefill = None
         if use_graphs:
-            steps: dict[str, DecodeStep] = {"sample": self._decode_and_sample, "logits": self._decode_to_logits}
-            self._graphs = DecodeGraphs(steps, max_num_seqs, self._on_device.padding_row, device)
+            graphs = GraphCache()
+            self._decode = GraphedDecode(model, attention, kv_caches, self._on_device, graphs, max_num_seqs)
+            self._prefill = GraphedPrefill(model, attention, kv_caches, self._on_device, graphs)
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -113,79 +115,60 @@ class OverlappedRunner:
         for sequence in batch.new_sequences:
             self._table.insert(sequence)
         self._on_device.update(batch)
-        sampling = np.array([row for row, samples in zip(batch.rows, batch.samples, strict=True) if samples], np.int64)
-        needs = self._table.needs[sampling]
-        plain = not (needs & ~np.uint8(RANDOM)).any()  # nothing beyond argmax and temperature
-        use_graph = self._graphs is not None and batch.num_decodes == len(batch.rows)
-        if not len(sampling):
-            self._forward(batch)
+        if self._decode is not None and batch.num_decodes == len(batch.rows):
+            return self._launch_decode(self._decode, batch, clock)
+        arrays = self._rows.step_arrays(batch)
+        rows, lengths = arrays.sample_rows, arrays.sample_lens
+        plain = self._is_plain(rows)
+        token_indices = lengths - self._rows.prompt_lens[rows]
+        if (
+            self._prefill is not None
+            and plain
+            and not batch.num_decodes
+            and len(rows) == len(batch.rows)
+            and self._prefill.accepts(len(arrays.input_ids), len(rows))
+        ):
+            return PendingStep(self._prefill.run(arrays, token_indices), None, clock, used_graph=True)
+        hidden = self._forward(batch, arrays)
+        if not len(rows):
             return PendingStep(None, None, clock, used_graph=False)
-        lengths = np.array(
-            [s + c for s, c, samples in zip(batch.starts, batch.counts, batch.samples, strict=True) if samples],
-            np.int64,
-        )
-        logprobs = None
-        if use_graph:
-            assert self._graphs is not None
-            output = self._graphs.replay("sample" if plain else "logits", sampling, lengths - 1)
-        else:
-            hidden = self._forward(batch)
-            output = self._sample(hidden, sampling, lengths) if plain else self._model.logits(hidden)
         if not plain:
-            # The graph's logits are overwritten by its next replay, and the sampler changes its input.
-            sampled = self._sampler.sample(output.clone(), sampling, lengths)
-            output, logprobs = sampled.token_ids, sampled.logprobs
-        if not (use_graph and plain):
-            self._on_device.last_tokens.index_copy_(0, self._upload(sampling), output)
-        if (needs & PENALTIES).any():
-            # Penalties count tokens on the host, so the rows' own are fetched before the next step is launched.
-            self._rows.append_tokens(sampling, lengths, output.cpu().numpy())
-        return PendingStep(output, logprobs, clock, used_graph=use_graph)
+            return self._sample_from_logits(self._model.logits(hidden), rows, lengths, clock, used_graph=False)
+        index, state = self._upload(rows), self._on_device
+        token_ids = self._model.sample(
+            hidden, state.temperatures[index], state.seeds[index], self._upload(token_indices)
+        )
+        state.last_tokens.index_copy_(0, index, token_ids)
+        return PendingStep(token_ids, None, clock, used_graph=False)
 
-    def _forward(self, batch: ScheduledBatch) -> Tensor:
+    def _launch_decode(self, decode: GraphedDecode, batch: ScheduledBatch, clock: StepClock) -> PendingStep:
+        rows, positions = np.array(batch.rows, np.int64), np.array(batch.starts, np.int64)
+        plain = self._is_plain(rows)
+        output = decode.run(rows, positions, sample=plain)
+        if plain:
+            return PendingStep(output, None, clock, used_graph=True)
+        # A graph's logits are overwritten by its next replay, and the sampler changes its input.
+        return self._sample_from_logits(output.clone(), rows, positions + 1, clock, used_graph=True)
+
+    def _is_plain(self, rows: NDArray[np.int64]) -> bool:
+        """Whether nothing beyond argmax and temperature is asked for, which steps do without leaving the device."""
+        return not (self._table.needs[rows] & ~np.uint8(RANDOM)).any()
+
+    def _sample_from_logits(
+        self, logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], clock: StepClock, *, used_graph: bool
+    ) -> PendingStep:
+        sampled = self._sampler.sample(logits, rows, lengths)
+        self._on_device.last_tokens.index_copy_(0, self._upload(rows), sampled.token_ids)
+        if (self._table.needs[rows] & PENALTIES).any():
+            # Penalties count tokens on the host, so the rows' own are fetched before the next step is launched.
+            self._rows.append_tokens(rows, lengths, sampled.token_ids.cpu().numpy())
+        return PendingStep(sampled.token_ids, sampled.logprobs, clock, used_graph=used_graph)
+
+    def _forward(self, batch: ScheduledBatch, arrays: StepArrays) -> Tensor:
         """Hidden states [S, H] of the sequences that sample, computed without a graph."""
-        step = step_input(batch, self._rows.step_arrays(batch), self._upload)
+        step = step_input(batch, arrays, self._upload)
         decoding = batch.rows[: batch.num_decodes]
         if decoding:
             step.input_ids[: len(decoding)] = self._on_device.last_tokens[self._upload(np.array(decoding))]
-        return self._model.forward(
-            step.input_ids, self._attention.plan(step.attention), self._kv_caches, step.last_tokens
-        )
-
-    def _sample(self, hidden: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> Tensor:
-        index = self._upload(rows)
-        state = self._on_device
-        token_indices = self._upload(lengths - self._rows.prompt_lens[rows])
-        return self._model.sample(hidden, state.temperatures[index], state.seeds[index], token_indices)
-
-    # -- what the graphs hold; every tensor here is of fixed size and address ----------------------------------------
-
-    def _decode(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """One decode step of a bucket: rows, positions int64 [B], padding at position -1 -> hidden [B, H]."""
-        state, size = self._on_device, self._block_size
-        tables = state.block_tables[rows]
-        known = positions.clamp(min=0)
-        blocks = tables.gather(1, (known // size)[:, None]).squeeze(1).to(torch.int64)
-        slots = torch.where(positions < 0, -1, blocks * size + known % size)
-        step = AttentionBatch(
-            positions=known,
-            slot_mapping=slots,
-            cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
-            context_lens=(positions + 1).to(torch.int32),
-            block_tables=tables,
-            starts=[],
-            query_lens=[],
-            num_decodes=len(rows),
-        )
-        return self._model.forward(state.last_tokens[rows], self._attention.plan(step), self._kv_caches, None)
-
-    def _decode_and_sample(self, rows: Tensor, positions: Tensor) -> Tensor:
-        state = self._on_device
-        token_indices = positions + 1 - state.prompt_lens[rows]
-        hidden = self._decode(rows, positions)
-        token_ids = self._model.sample(hidden, state.temperatures[rows], state.seeds[rows], token_indices)
-        state.last_tokens.index_copy_(0, rows, token_ids)
-        return token_ids
-
-    def _decode_to_logits(self, rows: Tensor, positions: Tensor) -> Tensor:
-        return self._model.logits(self._decode(rows, positions))
+        plan = self._attention.plan(step.attention)
+        return self._model.forward(step.input_ids, plan, self._kv_caches, step.last_tokens)
