@@ -76,7 +76,7 @@ def test_fused_form_equals_store_then_attend(heads, kv_heads, head_dim, splits, 
     cos_sin = rope_table(256, head_dim, device)
     scale = head_dim**-0.5
     expected_k, expected_v = cache.k.clone(), cache.v.clone()
-    q, _, v = reference.qk_norm_rope_store(
+    q, _, _ = reference.qk_norm_rope_store(
         qkv, *weights, 1e-6, cos_sin, (cache.lengths - 1).clamp(min=0), expected_k, expected_v, slots, heads, kv_heads, head_dim
     )  # fmt: skip
     cu_seqlens = torch.arange(batch + 1, device=device)
@@ -89,8 +89,7 @@ def test_fused_form_equals_store_then_attend(heads, kv_heads, head_dim, splits, 
         workspace(batch, heads, kv_heads, head_dim, splits, device), shape=decode.DecodeShape(32, 4, 2, splits), min_chunk=32,
     )  # fmt: skip
     assert_close(actual[:real], expected)
-    assert torch.equal(actual[real], v[real].repeat_interleave(heads // kv_heads, dim=0)), "length 1 sees only itself"
-    assert int(actual[real + 1].count_nonzero()) == 0
+    assert int(actual[real:].count_nonzero()) == 0, "padding gives zeros"
     assert torch.equal(cache.k.isnan(), expected_k.isnan())
     assert_close(cache.k.nan_to_num(), expected_k.nan_to_num())
     assert torch.equal(cache.v.nan_to_num(), expected_v.nan_to_num())

@@ -7,7 +7,6 @@ import torch
 
 from kernel_inputs import normal
 from nanoinfer.kernels import keep_bounds, reference, sampling
-from nanoinfer.kernels.gemv import GemvShape
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
@@ -57,19 +56,6 @@ def test_shards_of_the_vocabulary_race_each_other_fairly(device):
     scores = torch.stack([score for _, score in parts])
     ids = torch.stack([ids for ids, _ in parts])
     assert ids.gather(0, scores.argmax(dim=0, keepdim=True))[0].tolist() == whole.tolist()
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_lm_head_and_race_in_one(normed, device):
-    hidden = normal(4, 96, dtype=torch.bfloat16, device=device)
-    weight = normal(519, 96, dtype=torch.bfloat16, device=device)
-    norm_weight = normal(96, dtype=torch.bfloat16, device=device) if normed else None
-    wide = reference.rms_norm(hidden.float(), norm_weight.float(), 1e-6) if normed else hidden.float()
-    parameters = row_parameters(4, device)
-    ids, _ = sampling.lm_head_sample(
-        hidden, weight, *parameters, norm_weight=norm_weight, eps=1e-6, shape=GemvShape(8, 4)
-    )
-    assert ids.tolist() == reference.sample(wide @ weight.float().T, *parameters).tolist()
 
 
 def kept(logits, temperatures, top_k, top_p, min_p):

@@ -6,7 +6,9 @@ how many have work, is decided on the device from the sequence's length, so a CU
 program of a sequence to finish combines the splits.
 
 The fused form also does what lies between the QKV projection and attention (QK-norm, rotary embedding, KV write): the
-newest token's key and value enter the softmax from registers, and the cache is read for the older ones only.
+program whose split ends with the newest token stores that token first. While it waits for the projection it already
+reads lengths, tables and slots, and has the history brought into L2. Those must therefore be complete before the step's
+first kernel starts, and that one must be launched without PDL, as all of torch's are.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import INTERPRETED, dot, enter, pdl_options, prefetch_slice, wait_for_inputs
-from nanoinfer.kernels.rope import rotate_heads
+from nanoinfer.kernels.common import INTERPRETED, dot, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.rope import load_rotation, load_with_partner, norm_and_rotate
 
 MIN_CHUNK = 128  # tokens of a split at the least: below this, combining costs more than it saves
 COMBINE = 8  # splits combined at a time
@@ -78,6 +80,51 @@ def _combine_splits(
 
 
 @triton.jit
+def _normed_rotated(
+    row_ptr, head, valid, weight_ptr, cos, sin, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr
+):
+    """Heads [R] of one token's qkv row, normed and rotated, in the row's dtype: [R, BLOCK_D]."""
+    own, other = load_with_partner(row_ptr + head * D, valid, D, BLOCK_D)
+    if NORM:
+        weight, other_weight = load_with_partner(weight_ptr + head * 0, valid, D, BLOCK_D)
+        rotated = norm_and_rotate(own, other, weight, other_weight, cos, sin, eps, D, NORM)
+    else:
+        rotated = norm_and_rotate(own, other, own, other, cos, sin, eps, D, NORM)
+    return rotated.to(own.dtype)
+
+
+@triton.jit
+def _prefetch_tile(
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    start,
+    end,
+    kv_head,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Ask for one tile of keys and values to be brought into L2."""
+    SECTOR: tl.constexpr = 16  # bfloat16 elements in the 32 bytes that a request brings at the least
+    position = start + tl.arange(0, BLOCK_T)
+    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
+    row = tl.where(position < end, ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KV + kv_head) * D, 0)
+    offset = row[:, None] + (tl.arange(0, 8) * SECTOR % D)[None, :]
+    for cache_ptr in tl.static_range(2):
+        base = k_cache_ptr if cache_ptr == 0 else v_cache_ptr
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [(base + offset).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr,  # [B, H, D]; FUSED: qkv [B, (H + 2 KV) * D] before norm and rotation
     q_weight_ptr,  # [D]
@@ -92,8 +139,6 @@ def _decode_kernel(
     partial_ptr,  # [B, H, splits, D] float32
     stats_ptr,  # [B, H, splits, 2] float32
     counters_ptr,  # [B, KV] int32, zero between launches
-    next_weight_ptr,
-    next_bytes,
     eps,
     scale,  # of the scores, times log2(e)
     table_stride,
@@ -111,19 +156,18 @@ def _decode_kernel(
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
-    num_warps: tl.constexpr,
 ):
     enter(PDL)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(1)
-    if PREFETCH:
-        program = (tl.program_id(2) * splits + split) * KV + kv_head
-        prefetch_slice(next_weight_ptr, next_bytes, program, tl.num_programs(2) * splits * KV, num_warps * 32)
-    wait_for_inputs(PDL)
-
+    if not FUSED:
+        wait_for_inputs(PDL)
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
+    if FUSED:
+        slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        length = tl.where(slot < 0, 0, length)
     chunk = tl.maximum(tl.cdiv(tl.cdiv(length, splits), BLOCK_T) * BLOCK_T, MIN_CHUNK)
     active = tl.maximum(tl.cdiv(length, chunk), 1)  # a padding row of length 0 still writes its zeros
     if split < active:
@@ -135,41 +179,37 @@ def _decode_kernel(
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         element = k_cache_ptr.dtype.element_ty
+        begin = split * chunk
+        end = tl.minimum(begin + chunk, length)
+        table_ptr = tables_ptr + sequence * table_stride
 
+        head = kv_head * G + group
         if FUSED:
-            cached = length - 1
             row_ptr = q_ptr + sequence * ((KV * G + 2 * KV) * D)
-            cos_sin_row = cos_sin_ptr + tl.maximum(cached, 0).to(tl.int64) * D
-            # The KV head's own key is one more row of the tile that is normed and rotated: row G.
-            head = tl.where(group == G, KV * G + kv_head, kv_head * G + group)
-            weight_ptr = q_weight_ptr
-            if NORM:
-                weight_ptr = tl.where(group == G, k_weight_ptr, q_weight_ptr)
-            _, rotated = rotate_heads(row_ptr + head * D, group <= G, weight_ptr, cos_sin_row, eps, D, BLOCK_D, NORM)
-            rotated = rotated.to(element).to(tl.float32)
-            key = tl.sum(tl.where((group == G)[:, None], rotated, 0.0), axis=0)
-            value = tl.load(row_ptr + (KV * G + KV + kv_head) * D + lane, mask=lane_valid, other=0.0)
-            q = rotated.to(element)
-            newest = (split == active - 1) & (length > 0)
-            slot = tl.load(slots_ptr + sequence).to(tl.int64)
-            write = lane_valid & newest & (slot >= 0)
-            cache_row = (slot * KV + kv_head) * D + lane
-            tl.store(k_cache_ptr + cache_row, key.to(element), mask=write)
-            tl.store(v_cache_ptr + cache_row, value, mask=write)
-            if newest:
-                top = tl.sum(rotated * key[None, :], axis=1) * scale
-                total += 1.0
-                acc += value.to(tl.float32)[None, :]
+            cos, sin = load_rotation(cos_sin_ptr + tl.maximum(length - 1, 0).to(tl.int64) * D, D, BLOCK_D)
+            if PREFETCH:
+                for start in range(begin, end, BLOCK_T):
+                    _prefetch_tile(
+                        k_cache_ptr, v_cache_ptr, table_ptr, start, end, kv_head, KV, D, BLOCK_SIZE, BLOCK_T
+                    )
+            wait_for_inputs(PDL)
+            q = _normed_rotated(row_ptr, head, group_valid, q_weight_ptr, cos, sin, eps, D, BLOCK_D, NORM)
+            if (split == active - 1) & (slot >= 0):
+                one = tl.arange(0, 1)
+                key = _normed_rotated(
+                    row_ptr, KV * G + kv_head + one, one == 0, k_weight_ptr, cos, sin, eps, D, BLOCK_D, NORM
+                )
+                value = tl.load(row_ptr + (KV * G + KV + kv_head) * D + lane, mask=lane_valid, other=0.0)
+                cache_row = (slot * KV + kv_head) * D + lane
+                tl.store(k_cache_ptr + cache_row[None, :], key, mask=lane_valid[None, :])
+                tl.store(v_cache_ptr + cache_row, value, mask=lane_valid)
+                tl.debug_barrier()  # this program reads them below
         else:
-            cached = length
-            q_row = (sequence * KV + kv_head) * G + group
+            q_row = sequence * (KV * G) + head
             q = tl.load(
                 q_ptr + q_row[:, None] * D + lane[None, :], mask=group_valid[:, None] & lane_valid[None, :], other=0.0
             )
 
-        begin = split * chunk
-        end = tl.minimum(begin + chunk, cached)
-        table_ptr = tables_ptr + sequence * table_stride
         for start in range(begin, end, BLOCK_T):
             position = start + tl.arange(0, BLOCK_T)
             in_split = position < end
@@ -267,9 +307,9 @@ def _launch(
     scale: float,
     num_heads: int,
     workspace: DecodeWorkspace,
-    next_weight: Tensor | None,
     shape: DecodeShape | None,
     min_chunk: int,
+    prefetch: bool = False,
 ) -> Tensor:
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     batch, group = q.shape[0], num_heads // num_kv_heads
@@ -296,8 +336,6 @@ def _launch(
         workspace.partial,
         workspace.stats,
         workspace.counters,
-        next_weight,
-        0 if next_weight is None else next_weight.numel() * next_weight.element_size(),
         eps,
         scale * LOG2_E,
         block_tables.stride(0),
@@ -305,7 +343,7 @@ def _launch(
         G=group,
         D=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_G=max(16, triton.next_power_of_2(group + fused)),  # 16: the smallest tensor-core tile
+        BLOCK_G=max(16, triton.next_power_of_2(group)),  # 16: the smallest tensor-core tile
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_T=shape.block_tokens,
         MIN_CHUNK=max(min_chunk, shape.block_tokens),
@@ -313,7 +351,7 @@ def _launch(
         COMBINE_G=triton.next_power_of_2(group),
         FUSED=fused,
         NORM=q_weight is not None,
-        PREFETCH=next_weight is not None and not INTERPRETED.value,
+        PREFETCH=prefetch and fused and not INTERPRETED.value,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **pdl_options(q),
@@ -339,7 +377,7 @@ def decode_attention(
     """
     return _launch(
         q, None, None, 0.0, None, None, k_cache, v_cache, block_tables, context_lens, scale, q.shape[1], workspace,
-        None, shape, min_chunk,
+        shape, min_chunk,
     )  # fmt: skip
 
 
@@ -358,16 +396,16 @@ def fused_decode_attention(
     num_heads: int,
     workspace: DecodeWorkspace,
     *,
-    next_weight: Tensor | None = None,
+    prefetch: bool = True,
     shape: DecodeShape | None = None,
     min_chunk: int = MIN_CHUNK,
 ) -> Tensor:
     """QK-norm (if weights [D] are given), rotation at context_lens - 1, KV write and attention, all for one token each.
 
-    qkv [B, (heads + 2 kv_heads) * D] -> [B, heads, D]. context_lens [B] counts this token. A slot of -1 stores nothing;
-    a row of length 0 gives zeros. next_weight is brought into L2 meanwhile.
+    qkv [B, (heads + 2 kv_heads) * D] -> [B, heads, D]. context_lens [B] counts this token. A row with slot -1 or length 0
+    is padding: it stores nothing and gives zeros.
     """
     return _launch(
         qkv, q_weight, k_weight, eps, cos_sin, slot_mapping, k_cache, v_cache, block_tables, context_lens, scale,
-        num_heads, workspace, next_weight, shape, min_chunk,
+        num_heads, workspace, shape, min_chunk, prefetch,
     )  # fmt: skip

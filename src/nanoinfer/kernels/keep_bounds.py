@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
-BLOCK = 8192
+BLOCK = 16384
+NUM_WARPS = 16
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def keep_bounds(
         vocab_size,
         BLOCK=block,
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
-        num_warps=max(1, min(16, block // 256)),
+        num_warps=max(1, min(NUM_WARPS, block // 256)),
         **pdl_options(logits),
     )
     return thresholds, cutoffs

@@ -110,11 +110,17 @@ def _prefill_kernel(
         seen_by_all = (history + token0 + 1) // BLOCK_N * BLOCK_N
         end = history + tl.minimum(token0 + TOKENS, queries)
 
+        if PAGED:  # block ids are read one tile ahead: a load that waits for another load is not pipelined well
+            offset = 0 if TMA else key
+            next_block = tl.load(table_ptr + offset // BLOCK_SIZE, mask=offset < seen_by_all, other=0)
         for start in tl.range(0, seen_by_all, BLOCK_N):
             start = tl.multiple_of(start, BLOCK_N)
+            if PAGED:
+                block = next_block
+                ahead = start + BLOCK_N + offset
+                next_block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < seen_by_all, other=0)
             if TMA:
                 if PAGED:
-                    block = tl.load(table_ptr + start // BLOCK_SIZE)
                     first_row = block * BLOCK_SIZE + start % BLOCK_SIZE
                 else:
                     first_row = first + start
@@ -122,8 +128,7 @@ def _prefill_kernel(
                 v = v_tiles.load([first_row, kv_head * D])
             else:
                 if PAGED:
-                    block = tl.load(table_ptr + (start + key) // BLOCK_SIZE).to(tl.int64)
-                    kv_row = block * BLOCK_SIZE + (start + key) % BLOCK_SIZE
+                    kv_row = block.to(tl.int64) * BLOCK_SIZE + (start + key) % BLOCK_SIZE
                 else:
                     kv_row = (first + start + key).to(tl.int64)
                 k_at = k_ptr + (kv_row * k_stride + kv_head * D)[:, None] + lane[None, :]
@@ -142,8 +147,8 @@ def _prefill_kernel(
             key_position = start + key
             inside = key_position < end
             if PAGED:
-                block = tl.load(table_ptr + key_position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-                kv_row = block * BLOCK_SIZE + key_position % BLOCK_SIZE
+                last_block = tl.load(table_ptr + key_position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                kv_row = last_block * BLOCK_SIZE + key_position % BLOCK_SIZE
             else:
                 kv_row = (first + key_position).to(tl.int64)
             # Beyond the end lie other sequences or slots never written (NaN): such values must be read as 0.

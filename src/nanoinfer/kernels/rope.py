@@ -13,41 +13,39 @@ HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
-def rotate_heads(
-    head_ptr,  # [R] pointers to the first element of each head
-    head_valid,
-    weight_ptr,  # [R] pointers to the norm weight of each head, or unused
-    cos_sin_ptr,  # this token's D/2 cosines, then D/2 sines
-    eps,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Heads as float32 [R, BLOCK_D]: (as loaded, normed and rotated). Lanes beyond D are 0.
+def load_rotation(cos_sin_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One position's cosines and signed sines for every lane, float32 [BLOCK_D]: y = x * cos + partner(x) * sin."""
+    lane = tl.arange(0, BLOCK_D)
+    first_half = lane < D // 2
+    angle = tl.where(first_half, lane, lane - D // 2)
+    cos = tl.load(cos_sin_ptr + angle, mask=lane < D, other=0.0)
+    sin = tl.load(cos_sin_ptr + D // 2 + angle, mask=lane < D, other=0.0)
+    return cos, tl.where(first_half, -sin, sin)
 
-    Element i is rotated with element i +- D/2. Loading every head a second time in that order is cheaper than moving
-    elements between threads.
+
+@triton.jit
+def load_with_partner(ptr, valid, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows [R, BLOCK_D] at ptr [R], and the same with each element replaced by the one that rotation pairs it with.
+
+    Element i pairs with i +- D/2. Loading twice is cheaper than moving elements between threads. Lanes beyond D are 0.
     """
     lane = tl.arange(0, BLOCK_D)
-    lane_valid = lane < D
-    first_half = lane < D // 2
-    partner = tl.where(first_half, lane + D // 2, lane - D // 2)
-    valid = head_valid[:, None] & lane_valid[None, :]
-    raw = tl.load(head_ptr[:, None] + lane[None, :], mask=valid, other=0.0)
-    x = raw.to(tl.float32)
-    other = tl.load(head_ptr[:, None] + partner[None, :], mask=valid, other=0.0).to(tl.float32)
-    if NORM:
+    partner = tl.where(lane < D // 2, lane + D // 2, lane - D // 2)
+    mask = valid[:, None] & (lane < D)[None, :]
+    own = tl.load(ptr[:, None] + lane[None, :], mask=mask, other=0.0)
+    return own, tl.load(ptr[:, None] + partner[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def norm_and_rotate(own, other, weight, other_weight, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Heads [R, BLOCK_D] and their partners -> normed (if NORM) and rotated, float32."""
+    x = own.to(tl.float32)
+    partner = other.to(tl.float32)
+    if NORM:  # rounded as the separate norm would round, so that both forms agree
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        weight = tl.load(weight_ptr[:, None] + lane[None, :], mask=valid, other=0.0).to(tl.float32)
-        other_weight = tl.load(weight_ptr[:, None] + partner[None, :], mask=valid, other=0.0).to(tl.float32)
-        # Rounded as the separate norm would round, so that both forms agree.
-        x = (x * scale * weight).to(raw.dtype).to(tl.float32)
-        other = (other * scale * other_weight).to(raw.dtype).to(tl.float32)
-    angle = tl.where(first_half, lane, lane - D // 2)
-    cos = tl.load(cos_sin_ptr + angle, mask=lane_valid, other=0.0)
-    sin = tl.load(cos_sin_ptr + D // 2 + angle, mask=lane_valid, other=0.0)
-    sin = tl.where(first_half, -sin, sin)
-    return raw, x * cos[None, :] + other * sin[None, :]
+        x = (x * scale * weight.to(tl.float32)).to(own.dtype).to(tl.float32)
+        partner = (partner * scale * other_weight.to(tl.float32)).to(own.dtype).to(tl.float32)
+    return x * cos[None, :] + partner * sin[None, :]
 
 
 @triton.jit
@@ -81,12 +79,15 @@ def _qk_norm_rope_store_kernel(
     is_q = head < H
     is_k = (head >= H) & (head < H + KV)
     is_v = (head >= H + KV) & (head < H + 2 * KV)
-    weight_ptr = q_weight_ptr
+    head_valid = head < H + 2 * KV
+    raw, other = load_with_partner(head_ptr, head_valid, D, BLOCK_D)
+    cos, sin = load_rotation(cos_sin_ptr + position * D, D, BLOCK_D)
     if NORM:
         weight_ptr = tl.where(is_q, q_weight_ptr, k_weight_ptr)
-    raw, rotated = rotate_heads(
-        head_ptr, head < H + 2 * KV, weight_ptr, cos_sin_ptr + position * D, eps, D, BLOCK_D, NORM
-    )
+        weight, other_weight = load_with_partner(weight_ptr, head_valid, D, BLOCK_D)
+        rotated = norm_and_rotate(raw, other, weight, other_weight, cos, sin, eps, D, NORM)
+    else:
+        rotated = norm_and_rotate(raw, other, raw, other, cos, sin, eps, D, NORM)
     rotated = rotated.to(q_ptr.dtype.element_ty)
     lane = tl.arange(0, BLOCK_D)
     lane_valid = lane[None, :] < D

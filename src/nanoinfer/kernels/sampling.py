@@ -1,9 +1,10 @@
-"""Draw a token from logits, or straight from the last hidden state: the best score of each part, then the best of those.
+"""Draw a token from logits: the best score of each part of the vocabulary, then the best of those.
 
 A score is logit / temperature - log(noise) with the counter-based Exp(1) noise of the torch twin (the Gumbel-max trick),
 or the logit itself at temperature 0. The largest score wins, the lowest id among equals. Since scores of different parts
-of the vocabulary compare directly, neither the maximum nor the sum over the vocabulary is needed, and with the LM head
-fused in, logits never reach memory.
+of the vocabulary compare directly, neither the maximum nor the sum over the vocabulary is needed.
+
+The noise costs more than reading the logits, so it is computed with the fast logarithm wherever that is exact enough.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from nanoinfer.kernels.common import INTERPRETED, enter, pdl_options, wait_for_inputs
-from nanoinfer.kernels.gemv import MAX_ROWS, GemvShape
 
 CHUNK = 4096  # logits per program
 CANDIDATES = 4096  # candidates that the second stage compares at a time
@@ -32,6 +32,15 @@ def _mix64(x):
 
 
 @triton.jit
+def _log2(x):
+    """Absolute error near 2^-22."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return libdevice.fast_log2f(x)
+
+
+@triton.jit
 def _log_noise(seed, token_index, token_id):
     """Logarithm of the Exp(1) noise of a (seed, index of the output token) pair at the given token ids."""
     key = _mix64(_mix64(seed.to(tl.uint64)) + token_index.to(tl.uint64))
@@ -42,12 +51,10 @@ def _log_noise(seed, token_index, token_id):
     x = (x ^ (x >> 13) ^ high) * 0xC2B2AE35
     x = x ^ (x >> 16)
     uniform = ((x >> 1).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
-    if INTERPRETED:  # which lacks log1p: Kahan's form of it
-        rest = 1.0 - uniform
-        noise = tl.where(rest == 1.0, uniform, -tl.log(rest) * uniform / (1.0 - rest))
-    else:
-        noise = -libdevice.log1p(-uniform)
-    return tl.log(tl.maximum(noise, 1e-10))
+    # noise = -log(1 - uniform): a series where the fast logarithm would lose the small values that decide the race.
+    series = uniform * (1.0 + uniform * (0.5 + uniform * (0.33333334 + uniform * (0.25 + uniform * 0.2))))
+    noise = tl.where(uniform < 0.0625, series, -0.6931471805599453 * _log2(1.0 - uniform))
+    return 0.6931471805599453 * _log2(tl.maximum(noise, 1e-10))
 
 
 @triton.jit
@@ -55,54 +62,8 @@ def _score(logits, token_id, temperature, seed, token_index):
     if temperature == 0.0:
         score = logits
     else:
-        score = logits / temperature - _log_noise(seed, token_index, token_id)
+        score = logits * (1.0 / temperature) - _log_noise(seed, token_index, token_id)
     return score
-
-
-@triton.jit
-def _lm_head_scores_kernel(
-    x_ptr,  # [M, K]
-    weight_ptr,  # [V, K]
-    norm_weight_ptr,  # [K]
-    temperatures_ptr,  # [M]
-    seeds_ptr,  # [M]
-    token_indices_ptr,  # [M]
-    scores_ptr,  # [M, programs]
-    ids_ptr,  # [M, programs]
-    eps,
-    first_id,
-    x_stride,
-    V,
-    K,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    enter(PDL)
-    program = tl.program_id(0)
-    row = program * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK_K)
-    column_valid = column < K
-    valid = (row < V)[:, None] & column_valid[None, :]
-    weight = tl.load(weight_ptr + row.to(tl.int64)[:, None] * K + column[None, :], mask=valid, other=0.0)
-    if NORM:
-        norm_weight = tl.load(norm_weight_ptr + column, mask=column_valid, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    for m in tl.static_range(M):
-        x = tl.load(x_ptr + m * x_stride + column, mask=column_valid, other=0.0).to(tl.float32)
-        if NORM:
-            x = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * norm_weight
-        logits = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
-        token_id = first_id + row
-        temperature = tl.load(temperatures_ptr + m)
-        score = _score(logits, token_id, temperature, tl.load(seeds_ptr + m), tl.load(token_indices_ptr + m))
-        score = tl.where(row < V, score, float("-inf"))
-        best, at = tl.max(score, axis=0, return_indices=True)
-        place = m * tl.num_programs(0) + program
-        tl.store(scores_ptr + place, best)
-        tl.store(ids_ptr + place, first_id + program * ROWS + at)
 
 
 @triton.jit
@@ -135,6 +96,7 @@ def _logits_scores_kernel(
     if BOUNDED:
         threshold = tl.load(thresholds_ptr + row)
         kept = kept & ((logits > threshold) | ((logits == threshold) & (column <= tl.load(cutoffs_ptr + row))))
+    kept = kept & (score == score)  # a row of NaN must still name a token that exists
     score = tl.where(kept, score, float("-inf"))
     best, at = tl.max(score, axis=0, return_indices=True)
     place = row * tl.num_programs(0) + chunk
@@ -159,7 +121,6 @@ def _best_kernel(scores_ptr, ids_ptr, token_ids_ptr, best_scores_ptr, count, BLO
         best_id = tl.where(better, token_id, best_id)
     top = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == top, best_id, NO_TOKEN), axis=0)
-    winner = tl.where(winner == NO_TOKEN, 0, winner)  # a row of NaN must still name a token that exists
     tl.store(token_ids_ptr + row, winner.to(tl.int64))
     tl.store(best_scores_ptr + row, top)
 
@@ -219,52 +180,5 @@ def sample(
         BOUNDED=bounds is not None,
         num_warps=8,
         **pdl_options(logits),
-    )
-    return _best(scores, ids)
-
-
-def lm_head_sample(
-    hidden: Tensor,
-    weight: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    token_indices: Tensor,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    first_id: int = 0,
-    shape: GemvShape | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The same, from hidden [M, K] (M <= gemv.MAX_ROWS) and the LM head's weight [V, K], without writing logits.
-
-    With norm_weight [K], hidden is RMS-normed first.
-    """
-    tokens, width = hidden.shape
-    vocab_size = weight.shape[0]
-    assert 1 <= tokens <= MAX_ROWS and weight.shape[1] == width and weight.is_contiguous() and hidden.stride(1) == 1
-    rows, num_warps = shape or GemvShape(max(2, 16384 // triton.next_power_of_2(width)), 8)
-    programs = triton.cdiv(vocab_size, rows)
-    scores = torch.empty(tokens, programs, dtype=torch.float32, device=hidden.device)
-    ids = torch.empty(tokens, programs, dtype=torch.int32, device=hidden.device)
-    _lm_head_scores_kernel[(programs,)](
-        hidden,
-        weight,
-        norm_weight,
-        temperatures,
-        seeds,
-        token_indices,
-        scores,
-        ids,
-        eps,
-        first_id,
-        hidden.stride(0),
-        vocab_size,
-        width,
-        M=tokens,
-        ROWS=rows,
-        BLOCK_K=triton.next_power_of_2(width),
-        NORM=norm_weight is not None,
-        num_warps=num_warps,
-        **pdl_options(hidden),
     )
     return _best(scores, ids)

@@ -1,7 +1,9 @@
-"""Matrix products of a few tokens with a large weight, on the tensor cores, with norm, SwiGLU and residual fused in.
+"""Products of a few tokens with a large weight on the tensor cores, with norm, SwiGLU and residual fused in.
 
-Bandwidth decides here: every weight is read once, by one program that streams whole rows. The weight tile is the left
-operand (the many rows), the tokens are the narrow right one, so a batch of 16 wastes nothing of the matrix unit.
+Bandwidth decides: every weight is read once, and all of a program's weights are under way (to shared memory) before it
+waits for the tokens. The width K is cut among the warps, each of which multiplies its part for all features of the
+program; the parts are added at the end. So a program needs few features to keep all its warps busy, and the grid is
+wide enough for the memory even where the weight has only a thousand rows.
 """
 
 from __future__ import annotations
@@ -13,16 +15,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import INTERPRETED, dot, enter, pdl_options, prefetch_slice, wait_for_inputs
+from nanoinfer.kernels.common import INTERPRETED, enter, pdl_options, wait_for_inputs
 
-MAX_ROWS = 64
+MAX_TOKENS = 64
+SHARED_LIMIT = 200 * 1024  # bytes per program, on sm_90
 
 
 class SkinnyShape(NamedTuple):
-    block_features: int
-    block_width: int
+    features: int  # output features per program
     num_warps: int
-    num_stages: int
+    width: int  # elements of K that one warp multiplies in one step
+
+
+@triton.jit
+def _part_dot(a, b, acc):
+    """acc + a @ b for each of the first dimension's parts."""
+    if INTERPRETED:  # the interpreter multiplies bfloat16 operands as if they were integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -33,89 +44,96 @@ def _skinny_matmul_kernel(
     bias_ptr,  # [N]
     residual_ptr,  # [M, N]
     out_ptr,  # [M, N]
-    next_weight_ptr,
-    next_bytes,
     eps,
     x_stride,
     M,
     N,
     K,
+    PARTS: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
     NORM: tl.constexpr,
     SWIGLU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PREFETCH_OWN: tl.constexpr,
     PDL: tl.constexpr,
-    num_warps: tl.constexpr,
 ):
     enter(PDL)
-    program = tl.program_id(0)
-    row = program * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.arange(0, BLOCK_M)
     row_valid = row < N
     token_valid = token < M
-    if PREFETCH_OWN:  # constants may be requested before the wait, and this program's rows are contiguous
-        rows = tl.minimum(N - program * BLOCK_N, BLOCK_N)
-        own_ptr = weight_ptr + (program * BLOCK_N).to(tl.int64) * K
-        prefetch_slice(own_ptr, rows * K * 2, program * 0, 1, num_warps * 32)
-        if SWIGLU:
-            prefetch_slice(own_ptr + N.to(tl.int64) * K, rows * K * 2, program * 0, 1, num_warps * 32)
-    if PREFETCH:
-        prefetch_slice(next_weight_ptr, next_bytes, program, tl.num_programs(0), num_warps * 32)
-    wait_for_inputs(PDL)
-
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
-    weight_row = weight_ptr + row.to(tl.int64)[:, None] * K
-    for start in range(0, K, BLOCK_K):
-        column = start + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            weight = tl.load(weight_row + column[None, :], mask=row_valid[:, None], other=0.0)
-            x = tl.load(x_ptr + token[None, :] * x_stride + column[:, None], mask=token_valid[None, :], other=0.0)
-        else:
-            inside = column < K
-            weight = tl.load(weight_row + column[None, :], mask=row_valid[:, None] & inside[None, :], other=0.0)
-            x = tl.load(
-                x_ptr + token[None, :] * x_stride + column[:, None],
-                mask=token_valid[None, :] & inside[:, None],
-                other=0.0,
-            )
-        if NORM:  # the norm's factor is one number per token: it is applied to the result
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=0)
-            norm_weight = tl.load(norm_weight_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-            x = (wide * norm_weight[:, None]).to(weight.dtype)
-        acc = dot(weight, x, acc)
+    part_column = tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [PARTS, BLOCK_K]
+    weight_row = weight_ptr + row.to(tl.int64)[None, None, :] * K
+    weights = ()
+    up_weights = ()
+    norm_weights = ()
+    for step in tl.static_range(STEPS):
+        column = step * PARTS * BLOCK_K + part_column
+        inside = column < K
+        valid = inside[:, :, None] & row_valid[None, None, :]
+        weights = weights + (tl.load(weight_row + column[:, :, None], mask=valid, other=0.0),)
         if SWIGLU:
             up_row = weight_row + N.to(tl.int64) * K
-            if EVEN_K:
-                up_weight = tl.load(up_row + column[None, :], mask=row_valid[:, None], other=0.0)
-            else:
-                up_weight = tl.load(up_row + column[None, :], mask=row_valid[:, None] & (column < K)[None, :], other=0.0)
-            up_acc = dot(up_weight, x, up_acc)
+            up_weights = up_weights + (tl.load(up_row + column[:, :, None], mask=valid, other=0.0),)
+        if NORM:
+            norm_weights = norm_weights + (tl.load(norm_weight_ptr + column, mask=inside, other=0.0),)
+    wait_for_inputs(PDL)
+
+    acc = tl.zeros([PARTS, BLOCK_M, BLOCK_N], tl.float32)
+    up_acc = tl.zeros([PARTS, BLOCK_M, BLOCK_N], tl.float32)
+    squares = tl.zeros([PARTS, BLOCK_M], tl.float32)
+    for step in tl.static_range(STEPS):
+        column = step * PARTS * BLOCK_K + part_column
+        x = tl.load(
+            x_ptr + token[None, :, None] * x_stride + column[:, None, :],
+            mask=token_valid[None, :, None] & (column < K)[:, None, :],
+            other=0.0,
+        )
+        if NORM:  # the norm's factor is one number per token: it is applied to the sums
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=2)
+            x = (wide * norm_weights[step].to(tl.float32)[:, None, :]).to(x.dtype)
+        acc = _part_dot(x, weights[step], acc)
+        if SWIGLU:
+            up_acc = _part_dot(x, up_weights[step], up_acc)
+    out = tl.sum(acc, axis=0)
+    up = tl.sum(up_acc, axis=0)
     if NORM:
-        factor = tl.rsqrt(squares / K + eps)[None, :]
-        acc *= factor
-        up_acc *= factor
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)[:, None]
+        out *= factor
+        up *= factor
     if SWIGLU:
-        acc = acc * tl.sigmoid(acc) * up_acc
+        out = out * tl.sigmoid(out) * up
     if BIAS:
-        acc += tl.load(bias_ptr + row, mask=row_valid, other=0.0).to(tl.float32)[:, None]
-    valid = row_valid[:, None] & token_valid[None, :]
-    place = token[None, :] * N + row[:, None]
+        out += tl.load(bias_ptr + row, mask=row_valid, other=0.0).to(tl.float32)[None, :]
+    valid = token_valid[:, None] & row_valid[None, :]
+    place = token.to(tl.int64)[:, None] * N + row[None, :]
     if RESIDUAL:
-        acc += tl.load(residual_ptr + place, mask=valid, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=valid)
+        out += tl.load(residual_ptr + place, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=valid)
 
 
-def _default_shape(features: int, width: int) -> SkinnyShape:
-    return SkinnyShape(16 if features <= 2048 else 32, 256, 4, 3)
+def _block_tokens(tokens: int) -> int:
+    return max(16, triton.next_power_of_2(tokens))  # 16: the smallest tensor-core tile
+
+
+def _shared_bytes(shape: SkinnyShape, tokens: int, width: int, swiglu: bool) -> int:
+    """All weights of a program, and one step's tokens."""
+    step = shape.num_warps * shape.width
+    weights = shape.features * (1 + swiglu) * triton.cdiv(width, step) * step
+    return 2 * (weights + _block_tokens(tokens) * step)
+
+
+def _default_shape(tokens: int, features: int, width: int, swiglu: bool) -> SkinnyShape:
+    return SkinnyShape(8 if features <= 2048 else 16, 4 if width <= 1024 else 8, 256)
+
+
+def fits(tokens: int, width: int, swiglu: bool = False) -> bool:
+    """Whether a product of this size can be computed here: K is bounded by the shared memory."""
+    return tokens <= MAX_TOKENS and _shared_bytes(SkinnyShape(8, 8, 128), tokens, width, swiglu) <= SHARED_LIMIT
 
 
 def skinny_matmul(
@@ -127,23 +145,21 @@ def skinny_matmul(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
-    next_weight: Tensor | None = None,
-    prefetch_own: bool = True,
+    out_dtype: torch.dtype | None = None,
     shape: SkinnyShape | None = None,
 ) -> Tensor:
-    """x [M, K] @ weight [N, K].T for M <= MAX_ROWS -> [M, N] in x's dtype. Arguments as in gemv.
+    """x [M, K] @ weight [N, K].T for M <= MAX_TOKENS -> [M, N] in out_dtype (x's if None). Arguments as in gemv.
 
     With norm_weight, x times the norm's weight is rounded to x's dtype before the norm's factor is applied: in float16
     that may overflow where the normed value would not, so use bfloat16 or float32.
     """
     tokens, width = x.shape
     features = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    assert 1 <= tokens <= MAX_ROWS and weight.shape[1] == width, (x.shape, weight.shape)
+    assert 1 <= tokens <= MAX_TOKENS and weight.shape[1] == width, (x.shape, weight.shape)
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     assert not (swiglu and bias is not None) and (norm_weight is None or x.dtype != torch.float16)
-    out = torch.empty(tokens, features, dtype=x.dtype, device=x.device)
-    block_features, block_width, num_warps, num_stages = shape or _default_shape(features, width)
-    options = pdl_options(x)
+    out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
+    block_features, num_warps, block_width = shape or _default_shape(tokens, features, width, swiglu)
     _skinny_matmul_kernel[(triton.cdiv(features, block_features),)](
         x,
         weight,
@@ -151,25 +167,21 @@ def skinny_matmul(
         bias,
         residual,
         out,
-        next_weight,
-        0 if next_weight is None else next_weight.numel() * next_weight.element_size(),
         eps,
         x.stride(0),
         tokens,
         features,
         width,
-        BLOCK_M=max(16, triton.next_power_of_2(tokens)),
+        PARTS=num_warps,
+        STEPS=triton.cdiv(width, num_warps * block_width),
+        BLOCK_M=_block_tokens(tokens),
         BLOCK_N=block_features,
         BLOCK_K=block_width,
-        EVEN_K=width % block_width == 0,
         NORM=norm_weight is not None,
         SWIGLU=swiglu,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
-        PREFETCH=next_weight is not None and not INTERPRETED.value,
-        PREFETCH_OWN=prefetch_own and bool(options["PDL"]) and weight.element_size() == 2,
         num_warps=num_warps,
-        num_stages=num_stages,
-        **options,
+        **pdl_options(x),
     )
     return out
