@@ -19,7 +19,7 @@ from nanoinfer.cli.workloads import BenchRequest
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.engine.metrics import Metrics
 
-SMALL = ("--num-prompts", "12", "--input-len", "10:30", "--output-len", "4:9")
+SMALL = ("--device", "cpu", "--num-prompts", "12", "--input-len", "10:30", "--output-len", "4:9")
 
 VLLM_KEYS = {
     "date", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency",
@@ -167,7 +167,7 @@ def test_mistakes_are_refused_before_the_load(nanoinfer: Program, arguments: tup
 
 
 def test_a_workload_that_does_not_fit_is_refused(nanoinfer: Program) -> None:
-    result = nanoinfer("bench", "--input-len", "3000")
+    result = nanoinfer("bench", "--device", "cpu", "--input-len", "3000")
     assert result.code == 2
     assert "the longest request has 3064 tokens, prompt and output, but this engine takes 2048" in result.err
 

@@ -51,7 +51,13 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
         return BAD_INPUT if batch.bad_lines else OK
     _refuse_useless(batch, options.on_error, options.max_errors)
     monitor = Monitor(session)
-    sink = open_results(options.output, order=options.order, overwrite=options.overwrite, inputs=batch.files)
+    sink = open_results(
+        options.output,
+        order=options.order,
+        overwrite=options.overwrite,
+        inputs=batch.files,
+        before_write=session.console.clear_status,
+    )
     totals = BatchTotals()
     policy = BatchPolicy(flags, thinking_options(options.think), options.on_error, options.max_errors)
     try:

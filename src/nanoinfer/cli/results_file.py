@@ -38,13 +38,21 @@ class ResultSink(Protocol):
         ...
 
 
-def open_results(path: Path | None, *, order: Order, overwrite: bool, inputs: list[Path]) -> ResultSink:
+def open_results(
+    path: Path | None,
+    *,
+    order: Order,
+    overwrite: bool,
+    inputs: list[Path],
+    before_write: Callable[[], None] = lambda: None,
+) -> ResultSink:
     """The sink for `-o`: None and `-` are standard output. UserError if the results could not be kept there.
 
-    Called before the model is loaded, so that a run cannot fail at its end for want of a folder or a permission.
+    `before_write` is called before each write to standard output, to clear what else is on the terminal's line. This
+    comes before the model is loaded, so that a run cannot fail at its end for want of a folder or a permission.
     """
     if path is None or str(path) == "-":
-        return StreamResults(sys.stdout.buffer, order)
+        return StreamResults(sys.stdout.buffer, order, before_write=before_write)
     target = Path(os.path.realpath(path))
     for source in inputs:
         if source.exists() and target.exists() and os.path.samefile(source, target):
@@ -70,8 +78,11 @@ def _open_device(path: Path) -> BinaryIO:
 class StreamResults:
     """Records on a stream, at once in completion order, or each as soon as all before it are out in input order."""
 
-    def __init__(self, stream: BinaryIO, order: Order, *, close: bool = False) -> None:
+    def __init__(
+        self, stream: BinaryIO, order: Order, *, close: bool = False, before_write: Callable[[], None] = lambda: None
+    ) -> None:
         self._stream = stream
+        self._before_write = before_write
         self._close = close
         self._in_order = order == "input"
         self._next = 0
@@ -90,6 +101,7 @@ class StreamResults:
         self.write(index, b"")
 
     def _put(self, line: bytes) -> None:
+        self._before_write()
         self._stream.write(line)
         self._stream.flush()
 

@@ -63,13 +63,16 @@ class Session:
         self.console.status(f"{stage} {byte_size(done)}{f' of {byte_size(total)}' if total else ''}{share}")
 
     def _introduce(self, info: EngineInfo, seconds: float) -> None:
-        """Which model runs where: one line, and under -v everything that was decided."""
+        """Which model runs where, in three lines of at most 80 columns; under -v everything that was decided."""
         self.console.say(info.model_reason)
         tp = f" · tp {info.tensor_parallel_size}" if info.tensor_parallel_size > 1 else ""
         self.console.dim(
             f"{info.device} {info.dtype}{tp} · attention {info.attention} · kernels {info.kernels} · "
+            f"ready in {seconds:.1f} s"
+        )
+        self.console.dim(
             f"{count(info.num_blocks)} KV blocks of {info.block_size} tokens ({byte_size(info.kv_bytes)}) · "
-            f"context {count(info.max_model_len)} · ready in {seconds:.1f} s"
+            f"context {count(info.max_model_len)} tokens"
         )
         for warning in info.warnings:
             self.console.warn(warning)

@@ -1,0 +1,59 @@
+"""`nanoinfer generate` on a pseudo-terminal: what stays on the screen, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pexpect
+import pyte
+
+HERE = Path(__file__).parent
+
+
+def start(tmp_path: Path, settings: list[str], arguments: list[str]) -> pexpect.spawn:
+    environment = {**os.environ, "TERM": "xterm", "XDG_CONFIG_HOME": str(tmp_path)}
+    for name in ("NO_COLOR", "CI"):
+        environment.pop(name, None)
+    return pexpect.spawn(
+        sys.executable, [str(HERE / "fake_main.py"), *settings, "--", "generate", *arguments],
+        env=environment, encoding="utf-8", timeout=20, dimensions=(24, 100),
+    )  # fmt: skip
+
+
+def screen_after(child: pexpect.spawn) -> list[str]:
+    """The lines that a person sees when the program has ended."""
+    child.expect(pexpect.EOF)
+    screen = pyte.Screen(100, 24)
+    pyte.Stream(screen).feed(child.before)
+    child.close()
+    return [line.rstrip() for line in screen.display if line.strip()]
+
+
+def test_the_status_line_moves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    prompts = tmp_path / "in.txt"
+    prompts.write_text("one\ntwo\n")
+    child = start(tmp_path, ["endless"], ["-f", str(prompts), "--max-tokens", "60", "--order", "completion"])
+    lines = screen_after(child)
+    assert child.exitstatus == 0
+    records = [line for line in lines if line.startswith("{")]
+    assert len(records) == 2
+    assert not [line for line in lines if "done ·" in line]
+    assert "2 answers in" in lines[-1]
+
+
+def test_control_c_says_where_the_results_are(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "a", "max_tokens": 3}\n{"prompt": "b"}\n')
+    child = start(tmp_path, ["endless"], ["-f", str(prompts), "-o", str(out)])
+    child.expect("1/2 done")
+    child.sendintr()
+    lines = screen_after(child)
+    assert child.exitstatus == 130
+    # The long path may wrap; the words around it are what matters.
+    assert "warning: 1 of 2 results are in" in " ".join(lines)
+    assert not out.exists()
+    [record] = (tmp_path / "out.jsonl.partial").read_text().splitlines()
+    assert json.loads(record)["index"] == 0
