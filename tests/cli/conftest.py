@@ -13,6 +13,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from nanoinfer.cli.app import main
+from nanoinfer.cli.length_check import PromptLimits
 from nanoinfer.cli.session import Services
 from nanoinfer.config import EngineConfig
 
@@ -32,6 +33,7 @@ class Program:
         self._monkeypatch = monkeypatch
         self.llm: Any = None
         self.make: Callable[[EngineConfig], Any] = FakeLLM
+        self.limits: PromptLimits | None = None  # what is known of the model before it is loaded
 
     def _open(self, config: EngineConfig, notify: object) -> Any:
         self.llm = self.make(config)
@@ -41,7 +43,9 @@ class Program:
         data = stdin.encode() if isinstance(stdin, str) else stdin
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         with pytest.raises(SystemExit) as exit_info:
-            main([str(argument) for argument in arguments], Services(open_llm=self._open))
+            main(
+                [str(argument) for argument in arguments], Services(self._open, find_limits=lambda config: self.limits)
+            )
         out, err = self._capture.readouterr()
         code = exit_info.value.code
         assert code is None or isinstance(code, int)

@@ -34,4 +34,5 @@ if __name__ == "__main__":
     settings: dict[str, Any] = {}
     for name in sys.argv[1:split]:
         settings |= SETTINGS[name]
-    main(sys.argv[split + 1 :], Services(open_llm=lambda config, notify: FakeLLM(config, **settings)))
+    services = Services(lambda config, notify: FakeLLM(config, **settings), find_limits=lambda config: None)
+    main(sys.argv[split + 1 :], services)

@@ -12,6 +12,7 @@ import pytest
 from conftest import Program
 from fake_llm import FakeLLM, die_at
 
+from nanoinfer.cli.length_check import PromptLimits
 from nanoinfer.errors import EngineError
 
 HI = [{"role": "user", "content": "hello"}]
@@ -225,6 +226,20 @@ def test_bad_lines_become_error_records_and_the_rest_runs(nanoinfer: Program, tm
     assert "the id 'a' is already used on line 1" in result.err
     assert "warning: line 5: the prompt has 3000 tokens, but this model takes 2048" in result.err
     assert "1 answer, 3 failed" in result.err
+
+
+def test_prompts_that_are_too_long_are_found_before_the_load(nanoinfer: Program, tmp_path: Path) -> None:
+    nanoinfer.limits = PromptLimits(2048, lambda prompt, options: len(str(prompt)))
+    long = {"id": "long", "messages": [{"role": "user", "content": "z" * 3000}]}
+    source = write_lines(tmp_path / "in.jsonl", {"prompt": "x"}, long, {"prompt": [1] * 2048}, {"prompt": [1] * 2047})
+    result = nanoinfer("generate", "-f", source, "--validate-only", "--json")
+    assert (result.code, nanoinfer.llm) == (2, None)
+    problems = json.loads(result.out)["problems"]
+    assert [(problem["line"], problem["code"]) for problem in problems] == [
+        (2, "prompt_too_long"),
+        (3, "prompt_too_long"),
+    ]
+    assert "has 2048 tokens, but this model takes 2048 with at least one for the answer" in problems[1]["message"]
 
 
 def test_skip_leaves_bad_lines_out(nanoinfer: Program, tmp_path: Path) -> None:

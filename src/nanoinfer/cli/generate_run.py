@@ -11,6 +11,7 @@ from nanoinfer.cli.batch import BatchPolicy, BatchRun, BatchTotals, TooManyFailu
 from nanoinfer.cli.batch_input import Batch, read_batch
 from nanoinfer.cli.batch_report import print_validation, report_problems, report_run, report_sampling, run_summary
 from nanoinfer.cli.command import BAD_INPUT, FAILED_REQUESTS, OK
+from nanoinfer.cli.length_check import check_lengths
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.options import OnError, Order, ThinkChoice, thinking_options
 from nanoinfer.cli.records import to_json_line, to_plain_text
@@ -45,6 +46,7 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
     """Returns the exit code. Everything that can be refused is refused before the model is loaded."""
     flags = {"max_tokens": DEFAULT_MAX_TOKENS, **options.sampling}
     batch = read_batch(options.file, options.prompts, SamplingParams.from_options(flags))
+    batch = check_lengths(batch, engine, thinking_options(options.think), session.services.find_limits)
     report_problems(session.console, batch)
     if options.validate_only:
         print_validation(batch, as_json=session.display.json)

@@ -15,6 +15,7 @@ from nanoinfer.ui.console import Console
 from nanoinfer.ui.text import byte_size, count
 
 if TYPE_CHECKING:
+    from nanoinfer.cli.length_check import PromptLimits
     from nanoinfer.engine.info import EngineInfo
     from nanoinfer.llm import LLM
 
@@ -28,11 +29,19 @@ def open_llm(config: EngineConfig, notify: Notify) -> LLM:
     return LLM(notify=notify, **asdict(config))
 
 
+def find_limits(config: EngineConfig) -> PromptLimits | None:
+    """The model's context and tokenizer, read without loading it."""
+    from nanoinfer.cli import length_check
+
+    return length_check.find_limits(config)
+
+
 @dataclass(frozen=True)
 class Services:
-    """What tests replace: how an engine is started, and the clock (seconds, monotonic)."""
+    """What tests replace: how an engine is started, how prompts are counted, and the clock (seconds, monotonic)."""
 
     open_llm: Callable[[EngineConfig, Notify], Any] = open_llm
+    find_limits: Callable[[EngineConfig], PromptLimits | None] = find_limits
     clock: Callable[[], float] = time.perf_counter
 
 

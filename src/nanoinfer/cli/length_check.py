@@ -1,0 +1,101 @@
+"""Finds prompts that are longer than the model's context before the model is loaded, with its tokenizer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanoinfer.cli.batch_input import Batch
+from nanoinfer.cli.prompts_file import BadLine, Entry, PromptRequest
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import RequestError
+
+# No model has a shorter context than this, and no token is shorter than a byte: what is below needs no tokenizer.
+SHORT_BYTES = 1024
+# What a chat template writes around the messages, generously.
+TEMPLATE_BYTES = 256
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """The context in tokens, and how a prompt is counted; `count` is None for a model without a tokenizer."""
+
+    max_model_len: int
+    count: Callable[[str | Messages, dict[str, Any]], int] | None
+
+
+def find_limits(engine: EngineConfig) -> PromptLimits | None:
+    """Read a model's context and tokenizer from its folder, fetching it if need be. No torch. None for a model that is
+    only a shape. ModelError as when the model is loaded."""
+    if engine.load_format == "dummy":
+        return None
+    from nanoinfer.engine.tokenizer import Tokenizer
+    from nanoinfer.loading.folder import read_model_config
+    from nanoinfer.loading.resolve import resolve_model
+
+    source = resolve_model(engine.model, revision=engine.revision)
+    limit = read_model_config(source.folder).max_position_embeddings
+    if engine.max_model_len is not None:
+        limit = min(limit, engine.max_model_len)
+    if not source.has_tokenizer:
+        return PromptLimits(limit, None)
+    tokenizer = Tokenizer.from_folder(source.folder)
+
+    def count(prompt: str | Messages, options: dict[str, Any]) -> int:
+        return len(tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt, **options)[1])
+
+    return PromptLimits(limit, count)
+
+
+def check_lengths(
+    batch: Batch, engine: EngineConfig, options: dict[str, Any], find: Callable[[EngineConfig], PromptLimits | None]
+) -> Batch:
+    """The batch with every prompt that cannot fit made a BadLine. `options` are the chat template's variables.
+
+    Nothing is looked up as long as no prompt could be too long for any model.
+    """
+    most_bytes = min(SHORT_BYTES, engine.max_model_len or SHORT_BYTES)
+    if all(_most_tokens(request.prompt) < most_bytes for request in batch.requests):
+        return batch
+    limits = find(engine)
+    if limits is None:
+        return batch
+    return replace(batch, entries=[_checked(entry, limits, options) for entry in batch.entries])
+
+
+def _most_tokens(prompt: str | list[int] | Messages) -> int:
+    """An upper bound of a prompt's tokens that costs nothing: the ids, or the bytes of the text."""
+    if isinstance(prompt, str):
+        return len(prompt.encode()) + 1
+    ids = sum(isinstance(item, int) for item in prompt)
+    texts = [str(item["content"]) for item in prompt if isinstance(item, dict) and "content" in item]
+    return ids + sum(len(text.encode()) + TEMPLATE_BYTES for text in texts)
+
+
+def _checked(entry: Entry, limits: PromptLimits, options: dict[str, Any]) -> Entry:
+    if isinstance(entry, BadLine) or _most_tokens(entry.prompt) < limits.max_model_len:
+        return entry
+    length = _length(entry, limits, options)
+    if length is None or length < limits.max_model_len:
+        return entry
+    message = (
+        f"the prompt has {length} tokens, but this model takes {limits.max_model_len} with at least one for the "
+        "answer; shorten it."
+    )
+    return BadLine(entry.index, entry.line, message, "prompt_too_long", entry.id, entry.form, entry.id_key)
+
+
+def _length(request: PromptRequest, limits: PromptLimits, options: dict[str, Any]) -> int | None:
+    """The prompt's tokens; None where only the engine can tell, which then says what is wrong."""
+    prompt = request.prompt
+    if isinstance(prompt, list) and isinstance(prompt[0], int):
+        return len(prompt)
+    if limits.count is None:
+        return None
+    try:
+        return limits.count(prompt, options | request.template_options)
+    except RequestError:
+        return None
