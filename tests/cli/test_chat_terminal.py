@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,16 +22,19 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a chat on a terminal of 80 x 24; `settings` are names from fake_main."""
     children = []
 
-    def spawn(*settings: str, arguments: tuple[str, ...] = (), wait: bool = True) -> pexpect.spawn:
+    def spawn(
+        *settings: str, arguments: tuple[str, ...] = (), stdout: Path | None = None, wait: bool = True
+    ) -> pexpect.spawn:
         environment = {
             **os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path),
             "PROMPT_TOOLKIT_NO_CPR": "1",
         }  # fmt: skip
         for name in ("NO_COLOR", "CI"):
             environment.pop(name, None)
-        command = [str(HERE / "fake_main.py"), *settings, "--", "chat", *arguments]
+        program = [sys.executable, str(HERE / "fake_main.py"), *settings, "--", "chat", *arguments]
+        command = f"exec {shlex.join(program)}" + (f" >{shlex.quote(str(stdout))}" if stdout else "")
         child = pexpect.spawn(
-            sys.executable, command, env=environment, encoding="utf-8", timeout=20, dimensions=(24, 80)
+            "/bin/sh", ["-c", command], env=environment, encoding="utf-8", timeout=20, dimensions=(24, 80)
         )
         children.append(child)
         if wait:
@@ -165,6 +169,15 @@ def test_a_pasted_text_of_several_lines_is_one_message(start: Start) -> None:
     child = start()
     child.send("\x1b[200~one\ntwo\x1b[201~\r")
     child.expect("ONE\r\nTWO\r\n")
+
+
+def test_answers_alone_go_to_a_redirected_standard_output(start: Start, tmp_path: Path) -> None:
+    child = start("thinks", stdout=tmp_path / "out.txt")
+    child.send("hello\r")
+    child.expect(PROMPT)
+    child.sendeof()
+    assert code_of(child) == 0
+    assert (tmp_path / "out.txt").read_text() == "HELLO\n"
 
 
 def test_one_shot_prints_the_answer_and_leaves(start: Start) -> None:

@@ -6,10 +6,14 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from conftest import Program, Result
+from fake_llm import FakeLLM
+
+from nanoinfer.config import EngineConfig
 
 COMMANDS = ("chat", "generate", "bench", "inspect-cache")
 HERE = Path(__file__).parent
@@ -78,10 +82,6 @@ def test_engine_options_reach_the_engine(nanoinfer: Program) -> None:
 
 
 def test_every_engine_option_has_a_flag(nanoinfer: Program) -> None:
-    from dataclasses import fields
-
-    from nanoinfer.config import EngineConfig
-
     help_text = nanoinfer("generate", "--help").out
     for field in fields(EngineConfig):
         assert f"--{field.name.replace('_', '-')}" in help_text
@@ -189,6 +189,16 @@ def test_quiet_leaves_only_the_result(nanoinfer: Program) -> None:
 def test_a_pipe_gets_no_escape_codes(nanoinfer: Program) -> None:
     result = nanoinfer("generate", "-p", "hi", "--ui", "live")
     assert "\x1b" not in result.out + result.err
+    assert "note: --ui live needs a terminal" in result.err
+
+
+def test_something_is_said_before_the_model_is_loaded(nanoinfer: Program) -> None:
+    def slow(config: EngineConfig) -> FakeLLM:
+        sys.stderr.write("(loading)\n")
+        return FakeLLM(config)
+
+    nanoinfer.make = slow
+    assert "starting m1 ...\n(loading)" in nanoinfer("generate", "-m", "m1", "-p", "hi").err
 
 
 # -- as a process ------------------------------------------------------------------------------------------------------

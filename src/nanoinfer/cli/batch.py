@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.options import OnError
 from nanoinfer.cli.prompts_file import BadLine, Entry, PromptRequest
-from nanoinfer.cli.records import Record, bad_line_record, error_record, is_failure, result_record, to_json_line
+from nanoinfer.cli.records import (
+    Record,
+    bad_line_record,
+    error_record,
+    failure_message,
+    is_failure,
+    result_record,
+    to_json_line,
+)
 from nanoinfer.cli.results_file import ResultSink
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.outputs import RequestOutput
@@ -124,7 +132,7 @@ class BatchRun:
         totals.output_tokens += output.usage.completion_tokens
         record = result_record(request, output, model=self._llm.info.model, decode=self._decode)
         if is_failure(record):
-            self._failed(request, record, next(sample.error.message for sample in output.outputs if sample.error))
+            self._failed(request, record, failure_message(record))
             return
         totals.cut += any(sample.finish_reason == "length" for sample in output.outputs)
         totals.done += 1
@@ -133,7 +141,7 @@ class BatchRun:
     def _failed(self, entry: Entry, record: Record, found: str | None) -> None:
         """Count and record a failure; `found` is its message if it was not known before the engine saw it."""
         if self._policy.on_error == "fail":
-            raise UserError(f"line {entry.line}: {found} Nothing is run (--on-error fail).")
+            raise UserError(f"line {entry.line}: {found} The run ends here (--on-error fail).")
         self.totals.done += 1
         self.totals.failed += 1
         if found is not None and len(self.totals.failures) < MAX_KEPT_FAILURES:

@@ -20,7 +20,7 @@ from nanoinfer.errors import UserError
 
 WORKLOAD, LOAD = "Workload", "Load and measurement"
 
-# Prompts and tokens that take about a minute: what a GPU does in that time takes a CPU an hour.
+# What a GPU does in seconds would keep a CPU busy for ten minutes.
 GPU_SIZES = {"num_prompts": 256, "input_len": 1024, "output_len": 128}
 CPU_SIZES = {"num_prompts": 32, "input_len": 128, "output_len": 64}
 DEFAULT_PREFIX_LEN = 256

@@ -70,6 +70,12 @@ def is_failure(record: Record) -> bool:
     return bool(record["response"]["status_code"] != 200) if "response" in record else record["error"] is not None
 
 
+def failure_message(record: Record) -> str:
+    """What a record that reports a failure says, in either form."""
+    error = record["response"]["body"]["error"] if "response" in record else record["error"]
+    return str(error["message"])
+
+
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """OpenAI's usage object."""
     return {

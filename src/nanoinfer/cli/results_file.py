@@ -193,7 +193,7 @@ class ResultsFile:
     def abandon(self) -> str | None:
         self._file.close()
         if self._records:
-            return str(self._partial)
+            return str(self._partial if self._partial.exists() else self._target)  # a signal may come after the rename
         self._partial.unlink(missing_ok=True)
         return None
 

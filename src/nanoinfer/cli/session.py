@@ -12,6 +12,7 @@ from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.options import DisplayOptions
 from nanoinfer.config import EngineConfig
 from nanoinfer.ui.console import Console
+from nanoinfer.ui.plain import LOG_INTERVAL_S
 from nanoinfer.ui.text import byte_size, count
 
 if TYPE_CHECKING:
@@ -45,6 +46,27 @@ class Services:
     clock: Callable[[], float] = time.perf_counter
 
 
+class LoadingDisplay:
+    """Shows download, import and load: a status line on a terminal, a line every 10 s elsewhere."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._clock = clock
+        self._due = clock()
+
+    def write(self, line: str) -> None:
+        if self._console.is_terminal:
+            self._console.status(line)
+        elif self._clock() >= self._due:
+            self._due = self._clock() + LOG_INTERVAL_S
+            self._console.dim(line)
+
+    def notify(self, stage: str, done: int, total: int) -> None:
+        """The engine's Notify: `done` of `total` bytes of a stage; 0 in all means that nobody knows."""
+        share = f" {100 * done / total:.0f}%" if total else ""
+        self.write(f"{stage} {byte_size(done)}{f' of {byte_size(total)}' if total else ''}{share}")
+
+
 @dataclass(frozen=True)
 class Session:
     """One run of a command."""
@@ -58,18 +80,15 @@ class Session:
     def engine(self, config: EngineConfig) -> Iterator[LLM]:
         """An engine that is closed at the end, with its start-up shown."""
         started = self.services.clock()
-        self.console.status(f"starting {config.model or 'the default model'} ...")
-        llm = self.services.open_llm(config, self._show_loading)
+        loading = LoadingDisplay(self.console, self.services.clock)
+        loading.write(f"starting {config.model or 'the default model'} ...")
+        llm = self.services.open_llm(config, loading.notify)
         try:
             self.console.clear_status()
             self._introduce(llm.info, self.services.clock() - started)
             yield llm
         finally:
             llm.close()
-
-    def _show_loading(self, stage: str, done: int, total: int) -> None:
-        share = f" {100 * done / total:.0f}%" if total else ""
-        self.console.status(f"{stage} {byte_size(done)}{f' of {byte_size(total)}' if total else ''}{share}")
 
     def _introduce(self, info: EngineInfo, seconds: float) -> None:
         """Which model runs where, in three lines of at most 80 columns; under -v everything that was decided."""

@@ -35,6 +35,8 @@ class RunDisplay:
     def __init__(self, console: Console, choice: UiChoice, clock: Callable[[], float], metrics: Metrics) -> None:
         self._console = console
         self._ui = choose_ui(choice, console)
+        if choice == "live" and self._ui == "log":
+            console.say(f"note: --ui live needs a terminal; a line every {LOG_INTERVAL_S:g} s instead.")
         self._interval = LIVE_INTERVAL_S if self._ui == "live" else LOG_INTERVAL_S
         self._clock = clock
         self._metrics = metrics
