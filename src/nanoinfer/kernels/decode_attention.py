@@ -285,12 +285,18 @@ def _num_cores(device: torch.device) -> int:
 
 
 def num_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
-    """Enough programs for about two waves over the device, at most 64 splits."""
-    return max(1, min(64, triton.cdiv(2 * _num_cores(device), batch * num_kv_heads)))
+    """About four programs per core; at most 32 splits, since combining costs as much as reading 60 tokens each."""
+    return max(1, min(32, 4 * _num_cores(device) // (batch * num_kv_heads)))
 
 
-def _shape(batch: int, num_kv_heads: int, head_dim: int, device: torch.device) -> DecodeShape:
-    return DecodeShape(64, 4, 3, num_splits(batch, num_kv_heads, device))
+def _is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
+    """Whether latency decides rather than bandwidth: without splits, some cores would have no program."""
+    return batch * num_kv_heads < _num_cores(device)
+
+
+def _shape(batch: int, num_kv_heads: int, device: torch.device) -> DecodeShape:
+    splits = num_splits(batch, num_kv_heads, device)
+    return DecodeShape(128, 4, 2, splits) if _is_small(batch, num_kv_heads, device) else DecodeShape(64, 4, 3, splits)
 
 
 def _launch(
@@ -309,7 +315,7 @@ def _launch(
     workspace: DecodeWorkspace,
     shape: DecodeShape | None,
     min_chunk: int,
-    prefetch: bool = False,
+    prefetch: bool | None = False,
 ) -> Tensor:
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     batch, group = q.shape[0], num_heads // num_kv_heads
@@ -318,10 +324,12 @@ def _launch(
     out = torch.empty(batch, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if batch == 0:
         return out
-    shape = shape or _shape(batch, num_kv_heads, head_dim, q.device)
+    shape = shape or _shape(batch, num_kv_heads, q.device)
     assert workspace.partial.numel() >= batch * num_heads * shape.splits * head_dim, (workspace.partial.shape, shape)
     assert workspace.counters.numel() >= batch * num_kv_heads
     fused = cos_sin is not None
+    if prefetch is None:  # it pays where latency decides
+        prefetch = _is_small(batch, num_kv_heads, q.device)
     _decode_kernel[(num_kv_heads, shape.splits, batch)](
         q,
         q_weight,
@@ -396,7 +404,7 @@ def fused_decode_attention(
     num_heads: int,
     workspace: DecodeWorkspace,
     *,
-    prefetch: bool = True,
+    prefetch: bool | None = None,
     shape: DecodeShape | None = None,
     min_chunk: int = MIN_CHUNK,
 ) -> Tensor:

@@ -17,6 +17,9 @@ from torch import Tensor
 from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
 
+MAX_ROWS = 1  # tokens
+
+
 class GemvShape(NamedTuple):
     rows: int  # output features per program
     num_warps: int
@@ -79,13 +82,11 @@ def _gemv_kernel(
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=row_valid)
 
 
-def _default_shape(features: int, width: int, swiglu: bool) -> GemvShape:
-    """Measured on an H200 (docs/decisions/051): a few kilobytes of weights per program, one to eight warps."""
+def _default_shape(width: int, swiglu: bool) -> GemvShape:
+    """Measured on an H200: a few kilobytes of weights per program, one to eight warps."""
     if width <= 1024:
         return GemvShape(2, 1) if swiglu else GemvShape(4, 2)
-    if width <= 2048:
-        return GemvShape(2, 4)
-    return GemvShape(2, 4 if swiglu or width <= 4096 and features > width else 8)
+    return GemvShape(2, 4) if width <= 2048 or swiglu else GemvShape(2, 8)
 
 
 def gemv(
@@ -111,7 +112,7 @@ def gemv(
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     assert not (swiglu and bias is not None)
     out = torch.empty(1, features, dtype=out_dtype or x.dtype, device=x.device)
-    rows, num_warps = shape or _default_shape(features, width, swiglu)
+    rows, num_warps = shape or _default_shape(width, swiglu)
     _gemv_kernel[(triton.cdiv(features, rows),)](
         x,
         weight,

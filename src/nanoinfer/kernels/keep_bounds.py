@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
-BLOCK = 16384
+BLOCK = 8192
 NUM_WARPS = 16
 
 

@@ -10,14 +10,17 @@ The noise costs more than reading the logits, so it is computed with the fast lo
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
 from nanoinfer.kernels.common import INTERPRETED, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.gemv import gemv
+from nanoinfer.kernels.norm import rms_norm
 
-CHUNK = 4096  # logits per program
+CHUNK = 8192  # logits per program
 CANDIDATES = 4096  # candidates that the second stage compares at a time
 NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
 
@@ -182,3 +185,25 @@ def sample(
         **pdl_options(logits),
     )
     return _best(scores, ids)
+
+
+def lm_head_sample(
+    hidden: Tensor,
+    weight: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    token_indices: Tensor,
+    *,
+    norm_weight: Tensor,
+    eps: float,
+    first_id: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The final norm, the LM head's weight [V, K] and a draw for hidden [B, K]; arguments and results as in sample.
+
+    Writing the logits costs less than drawing inside the product, where the noise keeps the weights waiting.
+    """
+    if hidden.shape[0] == 1:
+        logits = gemv(hidden, weight, norm_weight=norm_weight, eps=eps, out_dtype=torch.float32)
+    else:
+        logits = F.linear(rms_norm(hidden, norm_weight, eps), weight)
+    return sample(logits, temperatures, seeds, token_indices, first_id=first_id)

@@ -1,4 +1,4 @@
-"""Products of a few tokens with a large weight on the tensor cores, with norm, SwiGLU and residual fused in.
+"""Products of a few tokens with a weight on the tensor cores, with SwiGLU and residual fused in.
 
 Bandwidth decides: every weight is read once, and all of a program's weights are under way (to shared memory) before it
 waits for the tokens. The width K is cut among the warps, each of which multiplies its part for all features of the
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.common import INTERPRETED, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.norm import rms_norm
 
 MAX_TOKENS = 64
 SHARED_LIMIT = 200 * 1024  # bytes per program, on sm_90
@@ -25,6 +26,9 @@ class SkinnyShape(NamedTuple):
     features: int  # output features per program
     num_warps: int
     width: int  # elements of K that one warp multiplies in one step
+
+
+SMALLEST = SkinnyShape(8, 4, 128)
 
 
 @triton.jit
@@ -40,11 +44,9 @@ def _part_dot(a, b, acc):
 def _skinny_matmul_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K], or [2N, K] with SWIGLU: N gate rows, then N up rows
-    norm_weight_ptr,  # [K]
     bias_ptr,  # [N]
     residual_ptr,  # [M, N]
     out_ptr,  # [M, N]
-    eps,
     x_stride,
     M,
     N,
@@ -54,7 +56,6 @@ def _skinny_matmul_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
     SWIGLU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -69,7 +70,6 @@ def _skinny_matmul_kernel(
     weight_row = weight_ptr + row.to(tl.int64)[None, None, :] * K
     weights = ()
     up_weights = ()
-    norm_weights = ()
     for step in tl.static_range(STEPS):
         column = step * PARTS * BLOCK_K + part_column
         inside = column < K
@@ -78,13 +78,10 @@ def _skinny_matmul_kernel(
         if SWIGLU:
             up_row = weight_row + N.to(tl.int64) * K
             up_weights = up_weights + (tl.load(up_row + column[:, :, None], mask=valid, other=0.0),)
-        if NORM:
-            norm_weights = norm_weights + (tl.load(norm_weight_ptr + column, mask=inside, other=0.0),)
     wait_for_inputs(PDL)
 
     acc = tl.zeros([PARTS, BLOCK_M, BLOCK_N], tl.float32)
     up_acc = tl.zeros([PARTS, BLOCK_M, BLOCK_N], tl.float32)
-    squares = tl.zeros([PARTS, BLOCK_M], tl.float32)
     for step in tl.static_range(STEPS):
         column = step * PARTS * BLOCK_K + part_column
         x = tl.load(
@@ -92,21 +89,12 @@ def _skinny_matmul_kernel(
             mask=token_valid[None, :, None] & (column < K)[:, None, :],
             other=0.0,
         )
-        if NORM:  # the norm's factor is one number per token: it is applied to the sums
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=2)
-            x = (wide * norm_weights[step].to(tl.float32)[:, None, :]).to(x.dtype)
         acc = _part_dot(x, weights[step], acc)
         if SWIGLU:
             up_acc = _part_dot(x, up_weights[step], up_acc)
     out = tl.sum(acc, axis=0)
-    up = tl.sum(up_acc, axis=0)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)[:, None]
-        out *= factor
-        up *= factor
     if SWIGLU:
-        out = out * tl.sigmoid(out) * up
+        out = out * tl.sigmoid(out) * tl.sum(up_acc, axis=0)
     if BIAS:
         out += tl.load(bias_ptr + row, mask=row_valid, other=0.0).to(tl.float32)[None, :]
     valid = token_valid[:, None] & row_valid[None, :]
@@ -127,13 +115,25 @@ def _shared_bytes(shape: SkinnyShape, tokens: int, width: int, swiglu: bool) -> 
     return 2 * (weights + _block_tokens(tokens) * step)
 
 
-def _default_shape(tokens: int, features: int, width: int, swiglu: bool) -> SkinnyShape:
-    return SkinnyShape(8 if features <= 2048 else 16, 4 if width <= 1024 else 8, 256)
+def _default_shape(features: int, width: int, swiglu: bool, tokens: int) -> SkinnyShape:
+    """Measured on an H200; smaller where the weights of a program would not fit."""
+    wide = SkinnyShape(32, 4, 256)
+    if features >= 4096 and not swiglu and _shared_bytes(wide, tokens, width, swiglu) <= 100 * 1024:
+        return wide
+    for shape in (SkinnyShape(16, 4, 256), SkinnyShape(8, 4, 256)):
+        if _shared_bytes(shape, tokens, width, swiglu) <= SHARED_LIMIT:
+            return shape
+    return SMALLEST
 
 
 def fits(tokens: int, width: int, swiglu: bool = False) -> bool:
-    """Whether a product of this size can be computed here: K is bounded by the shared memory."""
-    return tokens <= MAX_TOKENS and _shared_bytes(SkinnyShape(8, 8, 128), tokens, width, swiglu) <= SHARED_LIMIT
+    """Whether a product of this size can be computed here: a program's weights must fit into shared memory."""
+    return tokens <= MAX_TOKENS and _shared_bytes(SMALLEST, tokens, width, swiglu) <= SHARED_LIMIT
+
+
+def pays(tokens: int, weight: Tensor) -> bool:
+    """Whether it beats cuBLAS, which reads weights of more than 16 MB at the memory's speed itself (H200)."""
+    return tokens <= 16 and weight.numel() <= 2**23 and fits(tokens, weight.shape[1], swiglu=True)
 
 
 def skinny_matmul(
@@ -150,24 +150,23 @@ def skinny_matmul(
 ) -> Tensor:
     """x [M, K] @ weight [N, K].T for M <= MAX_TOKENS -> [M, N] in out_dtype (x's if None). Arguments as in gemv.
 
-    With norm_weight, x times the norm's weight is rounded to x's dtype before the norm's factor is applied: in float16
-    that may overflow where the normed value would not, so use bfloat16 or float32.
+    The norm is a kernel of its own: here, every program would have to repeat it for all tokens.
     """
     tokens, width = x.shape
     features = weight.shape[0] // 2 if swiglu else weight.shape[0]
     assert 1 <= tokens <= MAX_TOKENS and weight.shape[1] == width, (x.shape, weight.shape)
     assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
-    assert not (swiglu and bias is not None) and (norm_weight is None or x.dtype != torch.float16)
+    assert not (swiglu and bias is not None)
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
     out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
-    block_features, num_warps, block_width = shape or _default_shape(tokens, features, width, swiglu)
+    block_features, num_warps, block_width = shape or _default_shape(features, width, swiglu, tokens)
     _skinny_matmul_kernel[(triton.cdiv(features, block_features),)](
         x,
         weight,
-        norm_weight,
         bias,
         residual,
         out,
-        eps,
         x.stride(0),
         tokens,
         features,
@@ -177,7 +176,6 @@ def skinny_matmul(
         BLOCK_M=_block_tokens(tokens),
         BLOCK_N=block_features,
         BLOCK_K=block_width,
-        NORM=norm_weight is not None,
         SWIGLU=swiglu,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
