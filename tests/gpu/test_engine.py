@@ -1,0 +1,134 @@
+"""The engine on a CUDA device against transformers and against its plain twin: torch attention, eager kernels, no graphs.
+
+Skipped without a GPU; results of runs on one are in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+PLAIN = {"attention": "torch", "kernels": "eager", "enforce_eager": True}
+SMALL = {"num_blocks": 600, "max_model_len": 1024}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """(folder, transformers' model): a small Qwen3 in bfloat16, large enough that its logits are spread."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=5003, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=2048, initializer_range=0.08,
+        tie_word_embeddings=False, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    folder = tmp_path_factory.mktemp("model")
+    hf.to(torch.bfloat16).save_pretrained(folder)
+    return str(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().cuda()
+
+
+def make_prompts(lengths, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(5003) for _ in range(n)] for n in lengths]
+
+
+def generate(folder, prompts, params, **options):
+    from nanoinfer import LLM
+
+    with LLM(folder, device="cuda", **(SMALL | options)) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+        assert llm.check_integrity() == []
+    return outputs
+
+
+def greedy(count, **options):
+    from nanoinfer import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **options)
+
+
+def test_float32_greedy_tokens_equal_transformers(model):
+    folder, hf = model
+    prompts = make_prompts([70, 1, 17, 200, 33])
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)
+        expected.append(out[0, len(prompt) :].tolist())
+    for options in (PLAIN, {}, {"max_prefill_chunk": 17}, {"schedule": "prefill-first"}):
+        outputs = generate(folder, prompts, greedy(32), dtype="float32", **options)
+        assert [output.token_ids for output in outputs] == expected, options
+
+
+def test_bfloat16_is_no_further_from_float32_than_transformers(model):
+    folder, hf = model
+    prompts = make_prompts([64, 128, 40, 200], seed=1)
+    ours = generate(folder, prompts, greedy(1, logprobs=0))
+    with torch.inference_mode():
+        wide = [hf(torch.tensor([p], device="cuda")).logits[0, -1].log_softmax(-1) for p in prompts]
+        narrow_model = hf.to(torch.bfloat16)
+        narrow = [narrow_model(torch.tensor([p], device="cuda")).logits[0, -1].float().log_softmax(-1) for p in prompts]
+        hf.to(torch.float32)
+    for sample, exact, rounded in zip(ours, wide, narrow, strict=True):
+        token, value = sample.token_ids[0], sample.logprobs[0].logprob
+        assert abs(value - exact[token].item()) <= 2 * (rounded - exact).abs().max().item() + 1e-3
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 12, 17, 20, 33])
+def test_every_batch_size_under_graphs_equals_eager(model, max_num_seqs):
+    """The first row alone was wrong under graphs in one engine; padding rows wrote to real slots in another."""
+    folder, _ = model
+    for batch in sorted({1, 2, 3, max_num_seqs // 2 + 1, max_num_seqs - 1, max_num_seqs} - {0}):
+        prompts = make_prompts([5 + 3 * (i % 20) for i in range(batch)], seed=batch)
+        options = {"dtype": "float32", "max_num_seqs": max_num_seqs}
+        eager = generate(folder, prompts, greedy(12), enforce_eager=True, **options)
+        graphs = generate(folder, prompts, greedy(12), **options)
+        assert [o.token_ids for o in graphs] == [o.token_ids for o in eager], batch
+
+
+def test_pressure_on_a_tiny_pool_changes_nothing(model):
+    folder, _ = model
+    prompts = make_prompts([40 + i for i in range(24)], seed=4)
+    roomy = generate(folder, prompts, greedy(60), dtype="float32")
+    tight = generate(folder, prompts, greedy(60), dtype="float32", num_blocks=40)
+    assert [o.token_ids for o in tight] == [o.token_ids for o in roomy]
+    assert sum(o.preemptions for o in tight) > 0
+
+
+def test_sampling_rules_give_the_same_tokens_with_and_without_graphs(model):
+    from nanoinfer import SamplingParams
+
+    folder, _ = model
+    prompts = make_prompts([30] * 5, seed=5)
+    params = [
+        SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=2, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.8, min_p=0.05, seed=3, logprobs=2, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    ]
+    runs = [
+        [o.token_ids for o in generate(folder, prompts, params, dtype="float32", **options)]
+        for options in ({"enforce_eager": True}, {})
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_the_pool_leaves_room_for_the_worst_step_beside_another_process(model):
+    """Sizes the pool for real, fills it, and runs prefills of the full budget while it is full."""
+    from nanoinfer import LLM
+
+    folder, _ = model
+    other = torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+    with LLM(folder, device="cuda", gpu_memory_utilization=0.3, max_model_len=2048) as llm:
+        assert llm.info.kv_bytes > 1 << 30
+        prompts = make_prompts([1500] * 64, seed=6)
+        outputs = llm.generate(prompts, greedy(8))
+        assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
+    del other
