@@ -1,4 +1,4 @@
-"""The engine on a CUDA device against transformers and against its plain twin: torch attention, eager kernels, no graphs.
+"""The engine on a CUDA device against transformers and against its plain twin (torch attention, eager, no graphs).
 
 Skipped without a GPU; results of runs on one are in benchmarks/results.
 """
