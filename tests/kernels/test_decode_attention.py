@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_inputs import assert_close, normal, paged_cache
 
 from nanoinfer.kernels import decode_attention as decode
 from nanoinfer.kernels import reference
-from kernel_inputs import assert_close, normal, paged_cache
 
 
 def workspace(batch, heads, kv_heads, head_dim, splits, device):
@@ -59,8 +59,9 @@ def rope_table(positions, head_dim, device):
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "splits"), [(4, 2, 64, 1), (4, 2, 80, 3), (3, 1, 96, 4), (16, 2, 128, 2), (2, 2, 64, 5)]
-)  # fmt: skip
+    ("heads", "kv_heads", "head_dim", "splits"),
+    [(4, 2, 64, 1), (4, 2, 80, 3), (3, 1, 96, 4), (16, 2, 128, 2), (2, 2, 64, 5)],
+)
 def test_fused_form_equals_store_then_attend(heads, kv_heads, head_dim, splits, normed, device):
     dtype, block_size = torch.bfloat16, 16
     lengths = [1, 2, 33, 65, 150, 1, 0]
@@ -77,7 +78,8 @@ def test_fused_form_equals_store_then_attend(heads, kv_heads, head_dim, splits, 
     scale = head_dim**-0.5
     expected_k, expected_v = cache.k.clone(), cache.v.clone()
     q, _, _ = reference.qk_norm_rope_store(
-        qkv, *weights, 1e-6, cos_sin, (cache.lengths - 1).clamp(min=0), expected_k, expected_v, slots, heads, kv_heads, head_dim
+        qkv, *weights, 1e-6, cos_sin, (cache.lengths - 1).clamp(min=0), expected_k, expected_v, slots, heads, kv_heads,
+        head_dim,
     )  # fmt: skip
     cu_seqlens = torch.arange(batch + 1, device=device)
     real = batch - 2
@@ -86,7 +88,8 @@ def test_fused_form_equals_store_then_attend(heads, kv_heads, head_dim, splits, 
     )
     actual = decode.fused_decode_attention(
         qkv, *weights, 1e-6, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, scale, heads,
-        workspace(batch, heads, kv_heads, head_dim, splits, device), shape=decode.DecodeShape(32, 4, 2, splits), min_chunk=32,
+        workspace(batch, heads, kv_heads, head_dim, splits, device), shape=decode.DecodeShape(32, 4, 2, splits),
+        min_chunk=32,
     )  # fmt: skip
     assert_close(actual[:real], expected)
     assert int(actual[real:].count_nonzero()) == 0, "padding gives zeros"

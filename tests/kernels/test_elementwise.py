@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_inputs import assert_close, assert_equal, normal
 
 from nanoinfer.kernels import activation, norm, reference, rope
-from kernel_inputs import assert_close, assert_equal, normal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

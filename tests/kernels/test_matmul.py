@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from kernel_inputs import assert_close, normal
+
 from nanoinfer.kernels import gemv, reference, skinny_matmul
 
 EPS = 1e-6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from kernel_inputs import assert_close, normal, paged_cache
+
 from nanoinfer.kernels import prefill_attention as prefill
 from nanoinfer.kernels import reference
 

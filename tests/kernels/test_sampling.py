@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from kernel_inputs import normal
+
 from nanoinfer.kernels import keep_bounds, reference, sampling
 
 pytestmark = pytest.mark.filterwarnings(
@@ -68,7 +68,10 @@ def kept(logits, temperatures, top_k, top_p, min_p):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("k", "p", "m"),
-    [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (40, 0.7, 0.0), (0, 1.0, 0.05), (3, 0.95, 0.2), (1, 0.1, 0.0), (0, 0.0, 0.0)],
+    [
+        (0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (40, 0.7, 0.0), (0, 1.0, 0.05), (3, 0.95, 0.2), (1, 0.1, 0.0),
+        (0, 0.0, 0.0),
+    ],
 )  # fmt: skip
 def test_bounds_keep_what_the_sorted_twin_keeps(k, p, m, dtype, device):
     # Coarse values, so that many logits are equal where the cut falls.

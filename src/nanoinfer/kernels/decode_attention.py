@@ -76,7 +76,8 @@ def _combine_splits(
         acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], axis=1)
         top = new_top
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + head[:, None] * D + lane[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=valid)
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + head[:, None] * D + lane[None, :], out, mask=valid)
 
 
 @triton.jit
@@ -189,9 +190,7 @@ def _decode_kernel(
             cos, sin = load_rotation(cos_sin_ptr + tl.maximum(length - 1, 0).to(tl.int64) * D, D, BLOCK_D)
             if PREFETCH:
                 for start in range(begin, end, BLOCK_T):
-                    _prefetch_tile(
-                        k_cache_ptr, v_cache_ptr, table_ptr, start, end, kv_head, KV, D, BLOCK_SIZE, BLOCK_T
-                    )
+                    _prefetch_tile(k_cache_ptr, v_cache_ptr, table_ptr, start, end, kv_head, KV, D, BLOCK_SIZE, BLOCK_T)
             wait_for_inputs(PDL)
             q = _normed_rotated(row_ptr, head, group_valid, q_weight_ptr, cos, sin, eps, D, BLOCK_D, NORM)
             if (split == active - 1) & (slot >= 0):
@@ -319,7 +318,10 @@ def _launch(
 ) -> Tensor:
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     batch, group = q.shape[0], num_heads // num_kv_heads
-    assert q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1
+    assert q.is_contiguous()
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    assert block_tables.stride(1) == 1, block_tables.stride()
     assert group * num_kv_heads == num_heads
     out = torch.empty(batch, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if batch == 0:
@@ -410,8 +412,8 @@ def fused_decode_attention(
 ) -> Tensor:
     """QK-norm (if weights [D] are given), rotation at context_lens - 1, KV write and attention, all for one token each.
 
-    qkv [B, (heads + 2 kv_heads) * D] -> [B, heads, D]. context_lens [B] counts this token. A row with slot -1 or length 0
-    is padding: it stores nothing and gives zeros.
+    qkv [B, (heads + 2 kv_heads) * D] -> [B, heads, D]. context_lens [B] counts this token. A row with slot -1 or length
+    0 is padding: it stores nothing and gives zeros.
     """
     return _launch(
         qkv, q_weight, k_weight, eps, cos_sin, slot_mapping, k_cache, v_cache, block_tables, context_lens, scale,

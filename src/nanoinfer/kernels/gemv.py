@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
-
 MAX_ROWS = 1  # tokens
 
 
@@ -108,9 +107,11 @@ def gemv(
     """
     tokens, width = x.shape
     features = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    assert tokens == 1 and weight.shape[1] == width, (x.shape, weight.shape)
-    assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
-    assert not (swiglu and bias is not None)
+    assert (tokens, weight.shape[1]) == (1, width), (x.shape, weight.shape)
+    assert x.stride(1) == 1, x.stride()
+    assert weight.is_contiguous()
+    assert residual is None or residual.is_contiguous()
+    assert not swiglu or bias is None
     out = torch.empty(1, features, dtype=out_dtype or x.dtype, device=x.device)
     rows, num_warps = shape or _default_shape(width, swiglu)
     _gemv_kernel[(triton.cdiv(features, rows),)](

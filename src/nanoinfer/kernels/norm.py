@@ -44,7 +44,8 @@ def _rms_norm_kernel(
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, normed: Tensor, total: Tensor) -> None:
     width = x.shape[-1]
     rows = x.view(-1, width)
-    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+    assert x.stride(-1) == 1, x.stride()
+    assert residual is None or residual.is_contiguous()
     if rows.shape[0] == 0:
         return
     block = triton.next_power_of_2(width)

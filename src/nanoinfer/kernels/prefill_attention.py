@@ -74,7 +74,7 @@ def _prefill_kernel(
     # whose histories are longest, run first, so that the short ones fill the end of the launch.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    low = 0
+    low = batch * 0
     high = batch
     while high - low > 1:
         middle = (low + high) // 2
@@ -278,7 +278,9 @@ def paged_prefill_attention(
     Caches [num_blocks, block_size, kv_heads, D]; block_tables int [B, max_blocks]; cu_seqlens_q int [B + 1];
     context_lens int [B] counts history and this step's tokens, whose keys and values are in the cache already.
     """
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    assert block_tables.stride(1) == 1, block_tables.stride()
     k_rows, v_rows = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     block_size = k_cache.shape[1]
     return _launch(

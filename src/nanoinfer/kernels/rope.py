@@ -119,7 +119,8 @@ def qk_norm_rope_store(
     Returns q [T, heads, D], k [T, kv_heads, D] and v, a view of qkv. A slot of -1 stores nothing.
     """
     tokens = qkv.shape[0]
-    assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.is_contiguous()
+    for tensor in (qkv, k_cache, v_cache, cos_sin):
+        assert tensor.is_contiguous(), tensor.stride()
     assert (q_weight is None) == (k_weight is None)
     heads = qkv.view(tokens, num_heads + 2 * num_kv_heads, head_dim)
     q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)

@@ -1,8 +1,8 @@
 """Draw a token from logits: the best score of each part of the vocabulary, then the best of those.
 
-A score is logit / temperature - log(noise) with the counter-based Exp(1) noise of the torch twin (the Gumbel-max trick),
-or the logit itself at temperature 0. The largest score wins, the lowest id among equals. Since scores of different parts
-of the vocabulary compare directly, neither the maximum nor the sum over the vocabulary is needed.
+A score is logit / temperature - log(noise) with the counter-based Exp(1) noise of the torch twin (the Gumbel-max
+trick), or the logit itself at temperature 0. The largest score wins, the lowest id among equals. Since scores of
+different parts of the vocabulary compare directly, neither the maximum nor the sum over the vocabulary is needed.
 
 The noise costs more than reading the logits, so it is computed with the fast logarithm wherever that is exact enough.
 """

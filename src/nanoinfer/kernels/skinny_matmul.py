@@ -74,10 +74,10 @@ def _skinny_matmul_kernel(
         column = step * PARTS * BLOCK_K + part_column
         inside = column < K
         valid = inside[:, :, None] & row_valid[None, None, :]
-        weights = weights + (tl.load(weight_row + column[:, :, None], mask=valid, other=0.0),)
+        weights += (tl.load(weight_row + column[:, :, None], mask=valid, other=0.0),)  # type: ignore[assignment]
         if SWIGLU:
             up_row = weight_row + N.to(tl.int64) * K
-            up_weights = up_weights + (tl.load(up_row + column[:, :, None], mask=valid, other=0.0),)
+            up_weights += (tl.load(up_row + column[:, :, None], mask=valid, other=0.0),)  # type: ignore[assignment]
     wait_for_inputs(PDL)
 
     acc = tl.zeros([PARTS, BLOCK_M, BLOCK_N], tl.float32)
@@ -105,13 +105,13 @@ def _skinny_matmul_kernel(
 
 
 def _block_tokens(tokens: int) -> int:
-    return max(16, triton.next_power_of_2(tokens))  # 16: the smallest tensor-core tile
+    return max(16, int(triton.next_power_of_2(tokens)))  # 16: the smallest tensor-core tile
 
 
 def _shared_bytes(shape: SkinnyShape, tokens: int, width: int, swiglu: bool) -> int:
     """All weights of a program, and one step's tokens."""
     step = shape.num_warps * shape.width
-    weights = shape.features * (1 + swiglu) * triton.cdiv(width, step) * step
+    weights = shape.features * (1 + swiglu) * -(-width // step) * step
     return 2 * (weights + _block_tokens(tokens) * step)
 
 
@@ -154,9 +154,12 @@ def skinny_matmul(
     """
     tokens, width = x.shape
     features = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    assert 1 <= tokens <= MAX_TOKENS and weight.shape[1] == width, (x.shape, weight.shape)
-    assert x.stride(1) == 1 and weight.is_contiguous() and (residual is None or residual.is_contiguous())
-    assert not (swiglu and bias is not None)
+    assert 1 <= tokens <= MAX_TOKENS, x.shape
+    assert weight.shape[1] == width, (x.shape, weight.shape)
+    assert x.stride(1) == 1, x.stride()
+    assert weight.is_contiguous()
+    assert residual is None or residual.is_contiguous()
+    assert not swiglu or bias is None
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
