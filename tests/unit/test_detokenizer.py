@@ -71,14 +71,14 @@ any_cuts = st.lists(st.integers(1, 60), max_size=60)
 every_token = range(1, 100)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(any_ids, any_cuts)
 @example([256 + 5, SPECIAL, 256 + 6], [1, 2])
 def test_streamed_text_equals_the_text_of_all_ids_for_any_ids_and_pieces(ids: list[int], cuts: list[int]) -> None:
     assert "".join(stream(ids, cuts)) == decode_bytes(ids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(broken_ids)
 def test_invalid_bytes_stream_to_the_same_replacement_characters(ids: list[int]) -> None:
     assert "".join(stream(ids, every_token)) == decode_bytes(ids)
@@ -93,7 +93,7 @@ def test_a_long_row_of_replacement_characters_in_single_bytes_streams_exactly() 
         assert "".join(stream(ids, every_token)) == decode_bytes(ids)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([256, 257, 258, 259, 260, *" až你好😀\n\ufffd"]), max_size=20), any_cuts)
 def test_byte_fallback_text_streams_exactly(parts: list[int | str], cuts: list[int]) -> None:
     ids = [i for part in parts for i in (part.encode() if isinstance(part, str) else [part])]
@@ -182,7 +182,7 @@ def reference_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
 few = st.text("abc", min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(few, min_size=1, max_size=3))
 def test_stop_string_is_found_and_cut_exactly_wherever_the_pieces_are_cut(pieces: list[str], stop: list[str]) -> None:
     scanner, shown, found = StopScanner(stop), "", None
@@ -236,7 +236,7 @@ def test_stop_string_that_does_not_count_yet_is_not_held_back_nor_found_later() 
     assert detokenizer.stopped is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     any_ids,
     any_cuts,
