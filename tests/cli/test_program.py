@@ -219,14 +219,16 @@ def test_nothing_that_is_refused_or_only_told_imports_torch(arguments: tuple[str
 
 @pytest.mark.parametrize(("arguments", "limit"), [(("--help",), 0.3), (("generate", "--help"), 0.5)])
 def test_help_is_quick(arguments: tuple[str, ...], limit: float) -> None:
-    """In seconds of CPU time, the best of five, because other processes slow the wall clock."""
-    costs = []
-    for _ in range(5):
+    """In seconds of CPU time, the best of five, or, on a busy or slow machine, in terms of what typer alone takes."""
+
+    def cost(*command: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "nanoinfer", *arguments], capture_output=True, check=True, timeout=60)
+        subprocess.run([sys.executable, *command], capture_output=True, check=True, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(costs) < limit
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    typer_alone = min(cost("-c", "import typer") for _ in range(3))
+    assert min(cost("-m", "nanoinfer", *arguments) for _ in range(5)) < max(limit, 2.5 * typer_alone)
 
 
 def test_a_reader_that_leaves_early_ends_the_program_quietly() -> None:

@@ -62,4 +62,5 @@ def test_inspect_cache_finds_the_integrity_of_the_real_pool(environment: dict[st
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["integrity"]["ok"]
-    assert [request["cached_tokens"] for request in document["requests"]] == [0, 16], "the prompts differ in their second block"
+    # The prompts differ in their second block of 16 tokens.
+    assert [request["cached_tokens"] for request in document["requests"]] == [0, 16]

@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
+from nanoinfer.cli.lengths import LengthRange
 from nanoinfer.cli.workloads import (
-    LengthRange,
     arrival_times,
     check_fits,
     nano_vllm_requests,

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.cli.bench_options import BenchOptions, Workload
+from nanoinfer.cli.bench_options import BenchOptions
 from nanoinfer.cli.bench_result import Result, combine, describe, run_result
 from nanoinfer.cli.bench_view import as_table
+from nanoinfer.cli.bench_workload import Workload
 from nanoinfer.cli.command import FAILED_REQUESTS, OK, SLO_MISSED
 from nanoinfer.cli.load_driver import LoadDriver
 from nanoinfer.cli.monitor import Monitor

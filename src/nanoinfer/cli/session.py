@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.options import DisplayOptions
 from nanoinfer.config import EngineConfig
-from nanoinfer.ui.console import Console
-from nanoinfer.ui.plain import LOG_INTERVAL_S
+from nanoinfer.ui.console import LOG_INTERVAL_S, Console
 from nanoinfer.ui.text import byte_size, count
 
 if TYPE_CHECKING:

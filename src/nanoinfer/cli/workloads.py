@@ -4,38 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Literal
 
+from nanoinfer.cli.lengths import LengthRange
 from nanoinfer.errors import UserError
-
-Dataset = Literal["random", "prefix-repetition"]
-Preset = Literal["nano-vllm"]
-
-
-@dataclass(frozen=True)
-class LengthRange:
-    """A length in tokens: fixed where low == high, else uniform over low..high, both ends included."""
-
-    low: int
-    high: int
-
-    @classmethod
-    def parse(cls, value: str | int) -> LengthRange:
-        """From `512` or `100:1024`; ValueError for anything else."""
-        low, colon, high = str(value).partition(":")
-        try:
-            parsed = cls(int(low), int(high if colon else low))
-        except ValueError:
-            raise ValueError(f"{value!r} is not a length; write 512 or a range like 100:1024") from None
-        if not 1 <= parsed.low <= parsed.high:
-            raise ValueError(f"{value!r} must be at least 1, and its second number not below the first")
-        return parsed
-
-    def draw(self, rng: random.Random) -> int:
-        return rng.randint(self.low, self.high)
-
-    def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +53,10 @@ def prefix_requests(
 
     prefixes = [tokens(prefix_len) for _ in range(num_prefixes)]
     requests = [
-        BenchRequest(prefixes[i % num_prefixes] + tokens(inputs.draw(rng)), outputs.draw(rng))
+        BenchRequest(
+            prefixes[i % num_prefixes] + tokens(rng.randint(inputs.low, inputs.high)),
+            rng.randint(outputs.low, outputs.high),
+        )
         for i in range(num_prompts)
     ]
     rng.shuffle(requests)

@@ -8,6 +8,8 @@ from typing import TextIO
 
 from nanoinfer.ui.text import visible
 
+LOG_INTERVAL_S = 10.0  # between the lines about one activity where no terminal shows it as it moves
+
 
 def colour_wanted(stream: TextIO, no_color: bool) -> bool:
     """Whether escape codes may be written to `stream` (https://no-color.org, TERM=dumb, pipes)."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from nanoinfer.engine.events import StepEvent
-from nanoinfer.ui.console import Console
+from nanoinfer.ui.console import LOG_INTERVAL_S, Console
 from nanoinfer.ui.progress import TokenProgress
 from nanoinfer.ui.text import count, duration, rate
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 UiChoice = Literal["auto", "live", "log", "none"]
 
 LIVE_INTERVAL_S = 0.25
-LOG_INTERVAL_S = 10.0
 
 
 def choose_ui(choice: UiChoice, console: Console) -> Literal["live", "log", "none"]:
