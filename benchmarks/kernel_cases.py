@@ -1,0 +1,381 @@
+"""The cases of the GPU kernel benchmarks, each for a list of launch shapes; None is the shape the kernel chooses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_harness import BF16, EPS, Bench, DecodeLayers, Model, Weights, make_layers, randn
+from torch import Tensor
+
+from nanoinfer.kernels import (
+    activation,
+    decode_attention,
+    gemv,
+    keep_bounds,
+    norm,
+    prefill_attention,
+    reference,
+    rope,
+    sampling,
+    skinny_matmul,
+)
+
+
+def label(shape: Any) -> str:
+    return "chosen" if shape is None else "x".join(str(int(part)) for part in shape)
+
+
+def linear_cases(model: Model) -> dict[str, Callable[[Weights], tuple[Tensor, dict[str, Any]]]]:
+    """How each of a layer's four products is called: its weight, and what is fused."""
+    return {
+        "qkv": lambda w: (w.qkv, {"norm_weight": w.norm, "eps": EPS}),
+        "o": lambda w: (w.o, {"residual": True}),
+        "gate_up": lambda w: (w.gate_up, {"norm_weight": w.norm, "eps": EPS, "swiglu": True}),
+        "down": lambda w: (w.down, {"residual": True}),
+    }
+
+
+def plain_linear(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
+    if "norm_weight" in options:
+        x = reference.rms_norm(x.float(), options["norm_weight"].float(), EPS)
+    out = x.float() @ weight.float().T
+    if options.get("swiglu"):
+        out = reference.silu_mul(out)
+    return (out + options["residual"].float()).to(BF16) if "residual" in options else out.to(BF16)
+
+
+def linear_chain(
+    bench: Bench, model: Model, tokens: int, kernel: Callable[..., Tensor], name: str, shapes: Iterable[Any]
+) -> None:
+    """All layers' products of one kind in one graph, so that weights come from memory and launches overlap."""
+    layers = make_layers(bench, model)
+    for case, pick in linear_cases(model).items():
+        width = pick(layers[0])[0].shape[1]
+        x = randn(bench, tokens, width)
+        residual = randn(bench, tokens, model.hidden)
+        calls = []
+        for layer in layers:
+            weight, options = pick(layer)
+            calls.append((weight, options | ({"residual": residual} if "residual" in options else {})))
+        expected = plain_linear(x, *calls[-1])
+        megabytes = sum(weight.numel() for weight, _ in calls) * 2 / 1e6
+        for shape in shapes:
+
+            def chain(shape: Any = shape, x: Tensor = x, calls: Any = calls) -> Tensor:
+                return [kernel(x, weight, shape=shape, **options) for weight, options in calls][-1]
+
+            key = f"{name}/{model.name}/m{tokens}/{case}/{label(shape)}"
+            bench.variant(key, chain, expected=expected, chain=len(calls), megabytes=megabytes)
+
+
+def cublas_chain(bench: Bench, model: Model, tokens: int) -> None:
+    layers = make_layers(bench, model)
+    for case, pick in linear_cases(model).items():
+        weights = [pick(layer)[0] for layer in layers]
+        x = randn(bench, tokens, weights[0].shape[1])
+
+        def chain(x: Tensor = x, weights: list[Tensor] = weights) -> Tensor:
+            return [F.linear(x, weight) for weight in weights][-1]
+
+        bench.variant(f"cublas/{model.name}/m{tokens}/{case}", chain, chain=len(weights))
+
+
+def decode(
+    bench: Bench,
+    model: Model,
+    batch: int,
+    context: int,
+    block_size: int,
+    shapes: Iterable[Any],
+    chunks: tuple[int, ...] = (128,),
+    prefetches: tuple[bool | None, ...] = (None,),
+) -> None:
+    """Plain and fused decode attention over several layers' caches."""
+    per_layer = batch * context * model.kv_heads * model.head_dim * 4
+    layers = max(1, min(28, -(-300_000_000 // per_layer))) if not bench.tiny else 1
+    data = DecodeLayers(bench, model, batch, context, block_size, layers)
+    scale = model.head_dim**-0.5
+    q = randn(bench, batch, model.heads, model.head_dim)
+    qkv = randn(bench, batch, model.qkv)
+    head_norm = randn(bench, model.head_dim)
+    some = slice(0, min(batch, 4))
+    expected = reference.paged_attention(
+        q[some], *data.caches[-1], data.tables[some], data.starts[: some.stop + 1], data.lengths[some], scale
+    )
+    workspace = decode_attention.DecodeWorkspace(
+        batch * 64, batch, model.heads, model.kv_heads, model.head_dim, bench.device
+    )
+    name = f"{model.name}/b{batch}/c{context}/bs{block_size}"
+    facts = {"layers": layers, "megabytes": layers * per_layer / 1e6}
+    for shape in shapes:
+
+        def attend(shape: Any = shape) -> Tensor:
+            for k, v in data.caches:
+                out = decode_attention.decode_attention(
+                    q, k, v, data.tables, data.lengths, scale, workspace, shape=shape
+                )
+            return out[some]
+
+        bench.variant(f"decode/{name}/{label(shape)}", attend, expected=expected, **facts)
+
+    heads = reference.qk_norm_rope_store(
+        qkv, head_norm, head_norm, EPS, data.cos_sin, data.lengths.long() - 1, *data.caches[-1], data.slots,
+        model.heads, model.kv_heads, model.head_dim,
+    )  # fmt: skip
+    expected = reference.paged_attention(
+        heads[0][some], *data.caches[-1], data.tables[some], data.starts[: some.stop + 1], data.lengths[some], scale
+    )
+    for shape, chunk, prefetch in itertools.product(shapes, chunks, prefetches):
+
+        def fused(shape: Any = shape, chunk: int = chunk, prefetch: bool | None = prefetch) -> Tensor:
+            for k, v in data.caches:
+                out = decode_attention.fused_decode_attention(
+                    qkv, head_norm, head_norm, EPS, data.cos_sin, k, v, data.slots, data.tables, data.lengths, scale,
+                    model.heads, workspace, shape=shape, min_chunk=chunk, prefetch=prefetch,
+                )  # fmt: skip
+            return out[some]
+
+        bench.variant(
+            f"decode-fused/{name}/{label(shape)}/chunk{chunk}/prefetch-{prefetch}",
+            fused,
+            expected=expected,
+            **facts,
+        )
+
+
+def causal_tera(model: Model, lengths: list[int]) -> float:
+    return sum(2 * n * n * model.head_dim * model.heads for n in lengths) / 1e12
+
+
+def prefill(
+    bench: Bench, model: Model, lengths: list[int], block_sizes: tuple[int, ...], shapes: Iterable[Any]
+) -> None:
+    tokens, scale = sum(lengths), model.head_dim**-0.5
+    rows = randn(bench, tokens, model.heads + 2 * model.kv_heads, model.head_dim)
+    q = randn(bench, tokens, model.heads, model.head_dim)
+    k = randn(bench, tokens, model.kv_heads, model.head_dim)
+    v = rows[:, model.heads + model.kv_heads :]
+    starts = torch.tensor([0, *lengths], device=bench.device).cumsum(0).to(torch.int32)
+    lengths_device = torch.tensor(lengths, dtype=torch.int32, device=bench.device)
+    begin = int(starts[-2])
+    probe = slice(begin + lengths[-1] // 3, begin + lengths[-1] // 3 + 64)
+    expected = reference.causal_attention(q[probe], k[begin : probe.stop], v[begin : probe.stop], scale)
+    tera = causal_tera(model, lengths)
+    name = f"prefill/{model.name}/{len(lengths)}x{lengths[0]}"
+    for shape in shapes:
+
+        def direct(shape: Any = shape) -> Tensor:
+            return prefill_attention.prefill_attention(q, k, v, starts, max(lengths), scale, shape=shape)[probe]
+
+        tflops(bench, f"{name}/direct/{label(shape)}", direct, expected, tera)
+    for block_size in block_sizes:
+        counts = [-(-n // block_size) for n in lengths]
+        order = torch.randperm(sum(counts), device=bench.device).to(torch.int32)
+        tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=bench.device)
+        slots, taken = [], 0
+        for i, count in enumerate(counts):
+            tables[i, :count] = order[taken : taken + count]
+            taken += count
+            position = torch.arange(lengths[i], device=bench.device)
+            slots.append(tables[i, position // block_size].long() * block_size + position % block_size)
+        shape4 = (sum(counts), block_size, model.kv_heads, model.head_dim)
+        k_cache = torch.full(shape4, float("nan"), dtype=BF16, device=bench.device)
+        v_cache = torch.full(shape4, float("nan"), dtype=BF16, device=bench.device)
+        reference.store_kv(k, v, k_cache, v_cache, torch.cat(slots))
+        for shape in shapes:
+
+            def paged(
+                shape: Any = shape, k_cache: Tensor = k_cache, v_cache: Tensor = v_cache, tables: Tensor = tables
+            ) -> Tensor:
+                return prefill_attention.paged_prefill_attention(
+                    q, k_cache, v_cache, tables, starts, lengths_device, max(lengths), scale, shape=shape
+                )[probe]
+
+            tflops(bench, f"{name}/bs{block_size}/{label(shape)}", paged, expected, tera)
+
+
+def tflops(bench: Bench, key: str, fn: Callable[[], Tensor], expected: Tensor | None, tera: float) -> None:
+    median = bench.variant(key, fn, expected=expected)
+    if key in bench.results and median > 0:
+        bench.results[key]["tflops"] = round(tera / median * 1e6, 1)
+        print(f"    {bench.results[key]['tflops']} TFLOP/s", flush=True)
+
+
+def chunk_behind_history(
+    bench: Bench, model: Model, batch: int, queries: int, context: int, shapes: Iterable[Any]
+) -> None:
+    """Chunks behind a longer history."""
+    data = DecodeLayers(bench, model, batch, context, 16, 1)
+    q = randn(bench, batch * queries, model.heads, model.head_dim)
+    scale = model.head_dim**-0.5
+    starts = data.starts * queries
+    expected = reference.paged_attention(
+        q[:queries], *data.caches[0], data.tables[:1], starts[:2], data.lengths[:1], scale
+    )
+    for shape in shapes:
+
+        def chunk(shape: Any = shape) -> Tensor:
+            return prefill_attention.paged_prefill_attention(
+                q, *data.caches[0], data.tables, starts, data.lengths, queries, scale, shape=shape
+            )[:queries]
+
+        bench.variant(f"chunk/{model.name}/b{batch}/q{queries}/c{context}/{label(shape)}", chunk, expected=expected)
+
+
+def library_attention(bench: Bench, model: Model, length: int) -> None:
+    """torch's own attention on one contiguous sequence, for comparison."""
+    q, k, v = (randn(bench, 1, n, length, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads))
+    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, name)):
+            tflops(
+                bench,
+                f"sdpa/{name}/1x{length}",
+                lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+                None,
+                causal_tera(model, [length]),
+            )
+
+
+def elementwise(bench: Bench, model: Model, tokens: int) -> None:
+    x, residual = randn(bench, tokens, model.hidden), randn(bench, tokens, model.hidden)
+    weight, head_norm = randn(bench, model.hidden), randn(bench, model.head_dim)
+    gate_up, qkv = randn(bench, tokens, 2 * model.inner), randn(bench, tokens, model.qkv)
+    positions = torch.arange(tokens, device=bench.device)
+    angles = torch.rand(tokens, model.head_dim // 2, device=bench.device) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    blocks = -(-tokens // 16)
+    caches = [randn(bench, blocks, 16, model.kv_heads, model.head_dim) for _ in "kv"]
+    heads = (model.heads, model.kv_heads, model.head_dim)
+    store = (qkv, head_norm, head_norm, EPS, cos_sin, positions, *caches, positions, *heads)
+    bench.variant(
+        f"rms_norm/t{tokens}", lambda: norm.rms_norm(x, weight, EPS), expected=reference.rms_norm(x, weight, EPS)
+    )
+    bench.variant(
+        f"add_rms_norm/t{tokens}",
+        lambda: norm.add_rms_norm(x, residual, weight, EPS),
+        expected=reference.add_rms_norm(x, residual, weight, EPS)[0],
+    )
+    bench.variant(f"silu_mul/t{tokens}", lambda: activation.silu_mul(gate_up), expected=reference.silu_mul(gate_up))
+    bench.variant(
+        f"qk_norm_rope_store/t{tokens}",
+        lambda: rope.qk_norm_rope_store(*store),
+        expected=reference.qk_norm_rope_store(*store)[0],
+    )
+
+
+def sampling_from_logits(bench: Bench, model: Model, batch: int) -> None:
+    head = randn(bench, model.vocab, model.hidden, scale=model.hidden**-0.5)
+    norm_weight = randn(bench, model.hidden)
+    hidden = randn(bench, batch, model.hidden)
+    temperatures = torch.full((batch,), 0.6, device=bench.device)
+    seeds = torch.arange(batch, device=bench.device)
+    race = (temperatures, seeds, seeds)
+    logits = 3 * (hidden @ head.T)
+    agree = (sampling.sample(logits, *race)[0] == reference.sample(logits.float(), *race)).float().mean().item()
+    bench.variant(f"sample/b{batch}", lambda: sampling.sample(logits, *race), agree=agree)
+    bench.variant(f"twin/b{batch}", lambda: reference.sample(logits.float(), *race))
+    bench.variant(
+        f"lm_head_sample/b{batch}",
+        lambda: sampling.lm_head_sample(hidden, head, *race, norm_weight=norm_weight, eps=EPS),
+    )
+    for name, k, p in (("top_k", 50, 1.0), ("top_p", 0, 0.9), ("both", 50, 0.95)):
+        filters = (
+            temperatures,
+            torch.full((batch,), k, device=bench.device),
+            torch.full((batch,), p, device=bench.device),
+            torch.zeros(batch, device=bench.device),
+        )
+        some = slice(0, min(batch, 4))
+        expected = reference.mask_unlikely(logits[some].float(), *(part[some] for part in filters)).isfinite()
+        thresholds, cutoffs = keep_bounds.keep_bounds(logits, *filters)
+        ids = torch.arange(model.vocab, device=bench.device)
+        wide, least = logits[some].float(), thresholds[some, None]
+        kept = (wide > least) | ((wide == least) & (ids <= cutoffs[some, None]))
+        bench.variant(
+            f"keep_bounds/b{batch}/{name}",
+            lambda filters=filters: keep_bounds.keep_bounds(logits, *filters),
+            differ=int((kept != expected).sum()),
+        )
+    bench.variant(f"sort/b{batch}", lambda: logits.sort(dim=-1, descending=True))
+
+
+class StepChain:
+    """A whole decode step's kernels, from the first norm to the sampled token, in several forms."""
+
+    def __init__(self, bench: Bench, model: Model, batch: int, context: int, block_size: int) -> None:
+        self.layers = make_layers(bench, model)
+        self.head = randn(bench, model.vocab, model.hidden, scale=model.hidden**-0.5)
+        self.final_norm = randn(bench, model.hidden)
+        self.model = model
+        self.data = DecodeLayers(bench, model, batch, context, block_size, model.layers)
+        self.workspace = decode_attention.DecodeWorkspace.for_batches(
+            batch, model.heads, model.kv_heads, model.head_dim, bench.device
+        )
+        self.x = randn(bench, batch, model.hidden)
+        rows = self.data.starts[:-1].long()
+        self.race = (torch.full((batch,), 0.6, device=bench.device), rows, rows)
+
+    def attend(self, qkv: Tensor, w: Weights, cache: tuple[Tensor, Tensor]) -> Tensor:
+        data, model = self.data, self.model
+        return decode_attention.fused_decode_attention(
+            qkv, w.head_norm, w.head_norm, EPS, data.cos_sin, *cache, data.slots, data.tables, data.lengths,
+            model.head_dim**-0.5, model.heads, self.workspace,
+        ).flatten(1)  # fmt: skip
+
+    def fused(self, linear: Callable[..., Tensor]) -> Tensor:
+        """Norm, SwiGLU and residual belong to the products -> the last hidden state."""
+        x = self.x
+        for w, cache in zip(self.layers, self.data.caches, strict=True):
+            qkv = linear(x, w.qkv, norm_weight=w.norm, eps=EPS)
+            x = linear(self.attend(qkv, w, cache), w.o, residual=x)
+            inner = linear(x, w.gate_up, norm_weight=w.norm, eps=EPS, swiglu=True)
+            x = linear(inner, w.down, residual=x)
+        sampling.lm_head_sample(x, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
+        return x
+
+    def mixed(self) -> Tensor:
+        """cuBLAS for the large products, ours for those back to the hidden width."""
+        x, linear = self.x, skinny_matmul.skinny_matmul
+        for w, cache in zip(self.layers, self.data.caches, strict=True):
+            qkv = F.linear(norm.rms_norm(x, w.norm, EPS), w.qkv)
+            x = linear(self.attend(qkv, w, cache), w.o, residual=x)
+            inner = activation.silu_mul(F.linear(norm.rms_norm(x, w.norm, EPS), w.gate_up))
+            x = linear(inner, w.down, residual=x)
+        sampling.lm_head_sample(x, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
+        return x
+
+    def library(self) -> Tensor:
+        """cuBLAS for every product."""
+        residual = self.x
+        x = norm.rms_norm(residual, self.layers[0].norm, EPS)
+        followers = [*self.layers[1:], self.layers[0]]
+        for w, following, cache in zip(self.layers, followers, self.data.caches, strict=True):
+            x = F.linear(self.attend(F.linear(x, w.qkv), w, cache), w.o)
+            x, residual = norm.add_rms_norm(x, residual, w.norm, EPS)
+            x = F.linear(activation.silu_mul(F.linear(x, w.gate_up)), w.down)
+            x, residual = norm.add_rms_norm(x, residual, following.norm, EPS)
+        sampling.lm_head_sample(residual, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
+        return residual
+
+
+def decode_step(bench: Bench, model: Model, batch: int, context: int, block_size: int = 16) -> None:
+    chain = StepChain(bench, model, batch, context, block_size)
+    key = f"step/{model.name}/b{batch}/c{context}/bs{block_size}"
+    checked: dict[str, Any] = {"expected": chain.library(), "tolerance": 0.2}
+    if batch == 1:
+        bench.variant(f"{key}/gemv", lambda: chain.fused(gemv.gemv), **checked)
+        modules = (gemv, decode_attention, sampling)
+        chosen = [module.pdl_options for module in modules]
+        for module in modules:
+            module.pdl_options = lambda x: {"PDL": False}
+        bench.variant(f"{key}/gemv-without-pdl", lambda: chain.fused(gemv.gemv), **checked)
+        for module, options in zip(modules, chosen, strict=True):
+            module.pdl_options = options
+    if batch <= skinny_matmul.MAX_TOKENS:
+        bench.variant(f"{key}/skinny", lambda: chain.fused(skinny_matmul.skinny_matmul), **checked)
+        bench.variant(f"{key}/mixed", chain.mixed, **checked)
+    bench.variant(f"{key}/cublas", chain.library)

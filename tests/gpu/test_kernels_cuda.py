@@ -1,0 +1,186 @@
+"""What the interpreter cannot show of the kernels: addresses beyond 32 bits, CUDA graphs, dependent launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from kernel_inputs import assert_close, normal, paged_cache
+
+from nanoinfer.kernels import (
+    activation,
+    decode_attention,
+    gemv,
+    norm,
+    prefill_attention,
+    reference,
+    rope,
+    sampling,
+    skinny_matmul,
+)
+
+DEVICE = torch.device("cuda")
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM, EPS = 4, 2, 128, 1e-6
+SCALE = HEAD_DIM**-0.5
+HIDDEN, INNER = 512, 768
+
+
+def rope_table(positions):
+    angles = torch.rand(positions, HEAD_DIM // 2, generator=torch.Generator().manual_seed(0)) * 6
+    return torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_slots_beyond_two_to_the_31_elements(block_size):
+    """The symptom of a slot times a stride in 32 bits is silent corruption at 2.1 M tokens of 8 x 128."""
+    elements_per_block = block_size * KV_HEADS * HEAD_DIM
+    first_block = 2**31 // elements_per_block + 7
+    if torch.cuda.mem_get_info()[0] < 5 * 2**31:
+        pytest.skip("needs 10 GiB of GPU memory")
+    lengths = [70, 33]
+    cache = paged_cache(lengths, block_size, KV_HEADS, HEAD_DIM, dtype=BF16, device=DEVICE, first_block=first_block)
+    cos_sin = rope_table(128)
+    workspace = decode_attention.DecodeWorkspace.for_batches(2, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
+
+    slots = torch.stack([cache.slots(i, torch.tensor(n - 1, device=DEVICE)) for i, n in enumerate(lengths)])
+    qkv = normal(2, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=BF16, device=DEVICE)
+    stored = (qkv, None, None, EPS, cos_sin, cache.lengths.long() - 1, cache.k, cache.v, slots)
+    q, k, _ = rope.qk_norm_rope_store(*stored, HEADS, KV_HEADS, HEAD_DIM)
+    assert torch.equal(cache.k.view(-1, KV_HEADS, HEAD_DIM)[slots], k)
+
+    starts = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    expected = reference.paged_attention(q, cache.k, cache.v, cache.tables, starts, cache.lengths, SCALE)
+    attended = decode_attention.decode_attention(q, cache.k, cache.v, cache.tables, cache.lengths, SCALE, workspace)
+    assert_close(attended, expected)
+    fused = decode_attention.fused_decode_attention(
+        qkv, None, None, EPS, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, SCALE, HEADS, workspace
+    )
+    assert_close(fused.view_as(expected), expected)
+    for use_tma in (True, False):
+        shape = prefill_attention.PrefillShape(64, 64, 4, 3, use_tma)
+        chunk = prefill_attention.paged_prefill_attention(
+            q, cache.k, cache.v, cache.tables, starts, cache.lengths, 1, SCALE, shape=shape
+        )
+        assert_close(chunk, expected)
+
+
+class Step:
+    """Two decoder layers and the LM head, made of the kernels as a decode step uses them."""
+
+    def __init__(self, batch: int) -> None:
+        def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
+            return normal(rows, columns, dtype=BF16, device=DEVICE, seed=seed) * columns**-0.5
+
+        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        self.layers = [
+            {
+                "qkv": matrix(width, HIDDEN, i),
+                "o": matrix(HIDDEN, HEADS * HEAD_DIM, i),
+                "gate_up": matrix(2 * INNER, HIDDEN, i),
+                "down": matrix(HIDDEN, INNER, i),
+                "norm": normal(HIDDEN, dtype=BF16, device=DEVICE, seed=i),
+                "head": normal(HEAD_DIM, dtype=BF16, device=DEVICE, seed=i),
+            }
+            for i in range(2)
+        ]
+        self.head = matrix(3001, HIDDEN, 9)
+        self.caches = [
+            paged_cache([300] * batch, 16, KV_HEADS, HEAD_DIM, dtype=BF16, device=DEVICE) for _ in self.layers
+        ]
+        self.tables = self.caches[0].tables
+        self.lengths = torch.ones(batch, dtype=torch.int32, device=DEVICE)
+        self.slots = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+        self.x = normal(batch, HIDDEN, dtype=BF16, device=DEVICE)
+        self.cos_sin = rope_table(512)
+        self.seeds = torch.arange(batch, device=DEVICE)
+        self.temperatures = torch.full((batch,), 0.7, device=DEVICE)
+        self.workspace = decode_attention.DecodeWorkspace.for_batches(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        """The inputs of a step, written in place as the owner of a CUDA graph writes them; length 0 is padding."""
+        self.lengths.copy_(torch.tensor(lengths))
+        last = (self.lengths.long() - 1).clamp(min=0)
+        rows = torch.arange(len(lengths), device=DEVICE)
+        slots = self.tables[rows, last // 16].long() * 16 + last % 16
+        self.slots.copy_(torch.where(self.lengths > 0, slots, -1))
+
+    def run(self, linear) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.x + 0  # a step begins with a launch that is no dependent one, as the embedding is
+        for w, cache in zip(self.layers, self.caches, strict=True):
+            qkv = linear(x, w["qkv"], norm_weight=w["norm"], eps=EPS)
+            attended = decode_attention.fused_decode_attention(
+                qkv, w["head"], w["head"], EPS, self.cos_sin, cache.k, cache.v, self.slots, self.tables, self.lengths,
+                SCALE, HEADS, self.workspace,
+            )  # fmt: skip
+            x = linear(attended.flatten(1), w["o"], residual=x)
+            inner = linear(x, w["gate_up"], norm_weight=w["norm"], eps=EPS, swiglu=True)
+            x = linear(inner, w["down"], residual=x)
+        ids, _ = sampling.lm_head_sample(
+            x, self.head, self.temperatures, self.seeds, self.lengths.long(), norm_weight=w["norm"], eps=EPS
+        )
+        return x, ids
+
+
+def library_linear(x, weight, *, norm_weight=None, eps=0.0, residual=None, swiglu=False):
+    if norm_weight is not None:
+        x = norm.rms_norm(x, norm_weight, eps)
+    out = torch.nn.functional.linear(x, weight)
+    if swiglu:
+        out = activation.silu_mul(out)
+    return out if residual is None else out + residual
+
+
+@pytest.mark.parametrize(
+    ("batch", "linear"),
+    [
+        (1, gemv.gemv),
+        (1, skinny_matmul.skinny_matmul),
+        (3, skinny_matmul.skinny_matmul),
+        (16, skinny_matmul.skinny_matmul),
+    ],
+)
+def test_a_graph_of_dependent_launches_equals_one_launch_after_the_other(batch, linear, monkeypatch):
+    step = Step(batch)
+    step.set_lengths([150] * batch)
+    step.run(linear)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step.run(linear)
+    for module in (gemv, skinny_matmul, norm, decode_attention, sampling):
+        monkeypatch.setattr(module, "pdl_options", lambda x: {"PDL": False})
+    for lengths in ([150] * batch, [1] * batch, list(range(290, 290 - batch, -1)), [0] + [129] * (batch - 1)):
+        step.set_lengths(lengths)
+        expected = step.run(linear)
+        library = step.run(library_linear)
+        torch.cuda.synchronize()
+        for _ in range(20):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(captured[0], expected[0]), lengths
+            assert torch.equal(captured[1], expected[1]), lengths
+        error = (captured[0].double() - library[0].double()).norm() / library[0].double().norm()
+        assert error < 3e-2, error
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 33, 64])
+def test_fused_decode_at_the_shapes_that_are_chosen_for_a_batch(batch):
+    lengths = [1 + (37 * i) % 700 for i in range(batch)]
+    cache = paged_cache(lengths, 16, KV_HEADS, HEAD_DIM, dtype=BF16, device=DEVICE)
+    cos_sin = rope_table(1024)
+    slots = torch.stack([cache.slots(i, torch.tensor(n - 1, device=DEVICE)) for i, n in enumerate(lengths)])
+    qkv = normal(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=BF16, device=DEVICE)
+    weight = normal(HEAD_DIM, dtype=BF16, device=DEVICE)
+    workspace = decode_attention.DecodeWorkspace.for_batches(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
+    actual = decode_attention.fused_decode_attention(
+        qkv, weight, weight, EPS, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, SCALE, HEADS, workspace
+    )
+    q, _, _ = reference.qk_norm_rope_store(
+        qkv, weight, weight, EPS, cos_sin, cache.lengths.long() - 1, cache.k, cache.v, slots, HEADS, KV_HEADS, HEAD_DIM
+    )
+    starts = torch.arange(batch + 1, device=DEVICE)
+    assert_close(actual, reference.paged_attention(q, cache.k, cache.v, cache.tables, starts, cache.lengths, SCALE))
