@@ -14,14 +14,12 @@ from torch import Tensor
 from nanoinfer.kernels import (
     activation,
     decode_attention,
-    gemv,
     keep_bounds,
     norm,
     prefill_attention,
     reference,
     rope,
     sampling,
-    skinny_matmul,
 )
 
 
@@ -301,81 +299,3 @@ def sampling_from_logits(bench: Bench, model: Model, batch: int) -> None:
             differ=int((kept != expected).sum()),
         )
     bench.variant(f"sort/b{batch}", lambda: logits.sort(dim=-1, descending=True))
-
-
-class StepChain:
-    """A whole decode step's kernels, from the first norm to the sampled token, in several forms."""
-
-    def __init__(self, bench: Bench, model: Model, batch: int, context: int, block_size: int) -> None:
-        self.layers = make_layers(bench, model)
-        self.head = randn(bench, model.vocab, model.hidden, scale=model.hidden**-0.5)
-        self.final_norm = randn(bench, model.hidden)
-        self.model = model
-        self.data = DecodeLayers(bench, model, batch, context, block_size, model.layers)
-        self.workspace = decode_attention.DecodeWorkspace.for_batches(
-            batch, model.heads, model.kv_heads, model.head_dim, bench.device
-        )
-        self.x = randn(bench, batch, model.hidden)
-        rows = self.data.starts[:-1].long()
-        self.race = (torch.full((batch,), 0.6, device=bench.device), rows, rows)
-
-    def attend(self, qkv: Tensor, w: Weights, cache: tuple[Tensor, Tensor]) -> Tensor:
-        data, model = self.data, self.model
-        return decode_attention.fused_decode_attention(
-            qkv, w.head_norm, w.head_norm, EPS, data.cos_sin, *cache, data.slots, data.tables, data.lengths,
-            model.head_dim**-0.5, model.heads, self.workspace,
-        ).flatten(1)  # fmt: skip
-
-    def fused(self, linear: Callable[..., Tensor]) -> Tensor:
-        """Norm, SwiGLU and residual belong to the products -> the last hidden state."""
-        x = self.x
-        for w, cache in zip(self.layers, self.data.caches, strict=True):
-            qkv = linear(x, w.qkv, norm_weight=w.norm, eps=EPS)
-            x = linear(self.attend(qkv, w, cache), w.o, residual=x)
-            inner = linear(x, w.gate_up, norm_weight=w.norm, eps=EPS, swiglu=True)
-            x = linear(inner, w.down, residual=x)
-        sampling.lm_head_sample(x, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
-        return x
-
-    def mixed(self) -> Tensor:
-        """cuBLAS for the large products, ours for those back to the hidden width."""
-        x, linear = self.x, skinny_matmul.skinny_matmul
-        for w, cache in zip(self.layers, self.data.caches, strict=True):
-            qkv = F.linear(norm.rms_norm(x, w.norm, EPS), w.qkv)
-            x = linear(self.attend(qkv, w, cache), w.o, residual=x)
-            inner = activation.silu_mul(F.linear(norm.rms_norm(x, w.norm, EPS), w.gate_up))
-            x = linear(inner, w.down, residual=x)
-        sampling.lm_head_sample(x, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
-        return x
-
-    def library(self) -> Tensor:
-        """cuBLAS for every product."""
-        residual = self.x
-        x = norm.rms_norm(residual, self.layers[0].norm, EPS)
-        followers = [*self.layers[1:], self.layers[0]]
-        for w, following, cache in zip(self.layers, followers, self.data.caches, strict=True):
-            x = F.linear(self.attend(F.linear(x, w.qkv), w, cache), w.o)
-            x, residual = norm.add_rms_norm(x, residual, w.norm, EPS)
-            x = F.linear(activation.silu_mul(F.linear(x, w.gate_up)), w.down)
-            x, residual = norm.add_rms_norm(x, residual, following.norm, EPS)
-        sampling.lm_head_sample(residual, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
-        return residual
-
-
-def decode_step(bench: Bench, model: Model, batch: int, context: int, block_size: int = 16) -> None:
-    chain = StepChain(bench, model, batch, context, block_size)
-    key = f"step/{model.name}/b{batch}/c{context}/bs{block_size}"
-    checked: dict[str, Any] = {"expected": chain.library(), "tolerance": 0.2}
-    if batch == 1:
-        bench.variant(f"{key}/gemv", lambda: chain.fused(gemv.gemv), **checked)
-        modules = (gemv, decode_attention, sampling)
-        chosen = [module.pdl_options for module in modules]
-        for module in modules:
-            module.pdl_options = lambda x: {"PDL": False}
-        bench.variant(f"{key}/gemv-without-pdl", lambda: chain.fused(gemv.gemv), **checked)
-        for module, options in zip(modules, chosen, strict=True):
-            module.pdl_options = options
-    if batch <= skinny_matmul.MAX_TOKENS:
-        bench.variant(f"{key}/skinny", lambda: chain.fused(skinny_matmul.skinny_matmul), **checked)
-        bench.variant(f"{key}/mixed", chain.mixed, **checked)
-    bench.variant(f"{key}/cublas", chain.library)

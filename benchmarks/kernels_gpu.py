@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import kernel_cases as cases
+import step_case
 import torch
 from gpu_harness import QWEN3_0_6B, QWEN3_8B, TOY, Bench, Sections, main
 
@@ -73,9 +74,10 @@ def section_linear(bench: Bench) -> None:
 
 def section_step(bench: Bench) -> None:
     for batch in (1, 2) if bench.tiny else (1, 2, 4, 8, 16, 32, 64):
-        cases.decode_step(bench, TOY if bench.tiny else QWEN3_0_6B, batch, 40 if bench.tiny else 384)
+        step_case.decode_step(bench, TOY if bench.tiny else QWEN3_0_6B, batch, 40 if bench.tiny else 384)
     if not bench.tiny:
-        cases.decode_step(bench, QWEN3_0_6B, 256, 1024)
+        step_case.decode_step(bench, QWEN3_0_6B, 256, 1024)
+        step_case.decode_step_with_one_carveout(bench, QWEN3_0_6B, 1, 384)
 
 
 SECTIONS: Sections = {

@@ -85,6 +85,18 @@ def test_bounds_keep_what_the_sorted_twin_keeps(k, p, m, dtype, device):
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize(("k", "p"), [(5, 1.0), (0, 0.9), (600, 0.99)])
+def test_forbidden_tokens_are_not_counted(k, p, device):
+    """Rows in which most logits are -inf (min_tokens, a grammar), fewer left than top-k asks for."""
+    logits = torch.full((2, 700), float("-inf"), device=device)
+    logits[0, [3, 650]] = torch.tensor([1.0, 1.5], device=device)
+    logits[1, 100:400] = normal(300, dtype=torch.float32, device=device)
+    ones = torch.ones(2, device=device)
+    parameters = (ones, (ones * k).int(), ones * p, ones * 0)
+    expected = reference.mask_unlikely(logits, *parameters).isfinite()
+    assert torch.equal(kept(logits, *parameters) & logits.isfinite(), expected)
+
+
 def test_top_p_keeps_the_token_that_crosses(device):
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]], device=device).log()
     one = torch.ones(1, device=device)

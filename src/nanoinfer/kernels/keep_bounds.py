@@ -35,19 +35,22 @@ def _from_key(key, SHIFT: tl.constexpr):
 @triton.jit
 def _load(row_ptr, start, V, BLOCK: tl.constexpr):
     column = start + tl.arange(0, BLOCK)
-    return tl.load(row_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32), column < V
+    return tl.load(row_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _at_least(row_ptr, key, top, temperature, V, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
-    """How many logits have at least this key, and the sum of their exp((logit - top) / temperature)."""
+def _at_least(row_ptr, key, top, inverse_temperature, V, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+    """How many logits have at least this key (above that of -inf), and the sum of their weights.
+
+    Compared as floats, which takes fewer instructions than mapping every logit to its key.
+    """
+    bound = _from_key(key, SHIFT)
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
-        logits, valid = _load(row_ptr, start, V, BLOCK)
-        chosen = valid & (_order_key(logits, SHIFT) >= key)
-        count += chosen.to(tl.int32)
-        mass += tl.where(chosen, tl.exp((logits - top) / temperature), 0.0)
+        logits = _load(row_ptr, start, V, BLOCK)
+        count += (logits >= bound).to(tl.int32)
+        mass += tl.where(logits >= bound, tl.exp((logits - top) * inverse_temperature), 0.0)
     return tl.sum(count, axis=0), tl.sum(mass, axis=0)
 
 
@@ -75,6 +78,7 @@ def _keep_bounds_kernel(
     min_p = tl.load(min_p_ptr + row)
     temperature = tl.load(temperatures_ptr + row)
     temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    inverse_temperature = 1.0 / temperature
     by_k = (top_k > 0) & (top_k < V)
     by_p = top_p < 1.0
     threshold = float("-inf")
@@ -83,9 +87,10 @@ def _keep_bounds_kernel(
         largest = tl.full([BLOCK], float("-inf"), tl.float32)
         smallest = tl.full([BLOCK], float("inf"), tl.float32)
         for start in range(0, V, BLOCK):
-            logits, valid = _load(row_ptr, start, V, BLOCK)
+            logits = _load(row_ptr, start, V, BLOCK)
             largest = tl.maximum(largest, logits)
-            smallest = tl.minimum(smallest, tl.where(valid, logits, float("inf")))
+            inside = start + tl.arange(0, BLOCK) < V
+            smallest = tl.minimum(smallest, tl.where(inside, logits, float("inf")))
         top = tl.max(largest, axis=0)
         top_key = _order_key(top, SHIFT)
         bottom_key = _order_key(tl.min(smallest, axis=0), SHIFT)
@@ -100,7 +105,7 @@ def _keep_bounds_kernel(
         if by_k:
             while (high - low > 1) & (count_low != top_k):
                 middle = (low + high) >> 1
-                count, _ = _at_least(row_ptr, middle.to(tl.int32), top, temperature, V, BLOCK, SHIFT)
+                count, _ = _at_least(row_ptr, middle.to(tl.int32), top, inverse_temperature, V, BLOCK, SHIFT)
                 if count >= top_k:
                     low = middle
                     count_low = count
@@ -112,15 +117,18 @@ def _keep_bounds_kernel(
             high = top_key.to(tl.int64) + 1
             count_high = 0
             mass_high = 0.0
-            count_low, mass_low = _at_least(row_ptr, low.to(tl.int32), top, temperature, V, BLOCK, SHIFT)
-            low_weight = tl.exp((_from_key(low.to(tl.int32), SHIFT) - top) / temperature)
+            _, mass_low = _at_least(row_ptr, low.to(tl.int32), top, inverse_temperature, V, BLOCK, SHIFT)
             if by_k & (ties < V):  # the ties that top-k dropped are no part of the whole
+                low_weight = tl.exp((_from_key(low.to(tl.int32), SHIFT) - top) * inverse_temperature)
                 mass_low -= low_weight * (count_low - top_k)
                 count_low = top_k
             wanted = tl.maximum(top_p * mass_low, 1e-30)
+            middle = (low + high) >> 1
+            if not by_k:  # all logits below this one together weigh less than 1 - p of the largest one alone
+                never = top - temperature * tl.log(V / tl.maximum(1.0 - top_p, 1e-7))
+                middle = tl.minimum(tl.maximum(_order_key(never, SHIFT).to(tl.int64), low + 1), high - 1)
             while (high - low > 1) & (count_low - count_high > 1):
-                middle = (low + high) >> 1
-                count, mass = _at_least(row_ptr, middle.to(tl.int32), top, temperature, V, BLOCK, SHIFT)
+                count, mass = _at_least(row_ptr, middle.to(tl.int32), top, inverse_temperature, V, BLOCK, SHIFT)
                 if mass >= wanted:
                     low = middle
                     count_low = count
@@ -129,8 +137,9 @@ def _keep_bounds_kernel(
                     high = middle
                     count_high = count
                     mass_high = mass
+                middle = (low + high) >> 1
             if high - low == 1:
-                low_weight = tl.exp((_from_key(low.to(tl.int32), SHIFT) - top) / temperature)
+                low_weight = tl.exp((_from_key(low.to(tl.int32), SHIFT) - top) * inverse_temperature)
                 crossing = tl.ceil((wanted - mass_high) / low_weight)
                 ties = tl.minimum(ties, tl.maximum(tl.minimum(crossing, count_low - count_high), 1.0).to(tl.int32))
         key = low.to(tl.int32)
@@ -147,10 +156,10 @@ def _keep_bounds_kernel(
             cutoff = -1
             before = 0
             for start in range(0, V, BLOCK):
-                logits, valid = _load(row_ptr, start, V, BLOCK)
-                tie = (valid & (_order_key(logits, SHIFT) == key)).to(tl.int32)
-                rank = before + tl.cumsum(tie, axis=0)
+                logits = _load(row_ptr, start, V, BLOCK)
                 column = start + tl.arange(0, BLOCK)
+                tie = ((logits == threshold) & (column < V)).to(tl.int32)
+                rank = before + tl.cumsum(tie, axis=0)
                 cutoff = tl.maximum(cutoff, tl.max(tl.where((tie > 0) & (rank <= ties), column, -1), axis=0))
                 before += tl.sum(tie, axis=0)
     tl.store(thresholds_ptr + row, threshold)

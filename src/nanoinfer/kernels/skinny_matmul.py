@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoinfer.kernels.common import INTERPRETED, enter, pdl_options, wait_for_inputs
 from nanoinfer.kernels.norm import rms_norm
 
-MAX_TOKENS = 64
+MAX_TOKENS = 32  # beyond, the tokens no longer fit beside the weights
 SHARED_LIMIT = 200 * 1024  # bytes per program, on sm_90
 
 
