@@ -16,8 +16,6 @@ from torch import Tensor
 
 from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
-MAX_ROWS = 1  # tokens
-
 
 class GemvShape(NamedTuple):
     rows: int  # output features per program

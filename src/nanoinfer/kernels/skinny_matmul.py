@@ -133,7 +133,8 @@ def fits(tokens: int, width: int, swiglu: bool = False) -> bool:
 
 def pays(tokens: int, weight: Tensor) -> bool:
     """Whether it beats cuBLAS, which reads weights of more than 16 MB at the memory's speed itself (H200)."""
-    return tokens <= 16 and weight.numel() <= 2**23 and fits(tokens, weight.shape[1], swiglu=True)
+    small = weight.numel() <= 2**23 and weight.element_size() == 2
+    return tokens <= 16 and small and fits(tokens, weight.shape[1], swiglu=True)
 
 
 def skinny_matmul(

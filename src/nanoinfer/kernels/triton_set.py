@@ -9,9 +9,6 @@ from torch import Tensor
 from nanoinfer.kernels import activation, gemv, norm, rope, sampling, skinny_matmul
 from nanoinfer.kernels.kernel_set import KernelSet
 
-# Up to so many tokens the skinny product beats cuBLAS on weights of this size (docs/performance.md has the sweep).
-SKINNY_TOKENS = 32
-
 
 class TritonKernels(KernelSet):
     """Norm before and residual after a product are part of it for few tokens; cuBLAS adds the residual itself."""
@@ -19,10 +16,10 @@ class TritonKernels(KernelSet):
     name = "triton"
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _few(x, weight, bias=bias) if _is_few(x) else F.linear(x, weight, bias)
+        return _few(x, weight, bias=bias) if _is_few(x, weight) else F.linear(x, weight, bias)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        if _is_few(x):
+        if _is_few(x, weight):
             return _few(x, weight, bias=bias, residual=residual)
         return torch.addmm(residual if bias is None else residual + bias, x, weight.t())
 
@@ -30,12 +27,12 @@ class TritonKernels(KernelSet):
         return norm.rms_norm(x, weight, eps)
 
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if _is_few(x):
+        if _is_few(x, weight):
             return _few(x, weight, norm_weight=norm_weight, eps=eps, bias=bias)
         return super().norm_linear(x, norm_weight, eps, weight, bias)
 
     def norm_swiglu(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if _is_few(x) and bias is None:
+        if _is_few(x, weight) and bias is None:
             return _few(x, weight, norm_weight=norm_weight, eps=eps, swiglu=True)
         return super().norm_swiglu(x, norm_weight, eps, weight, bias)
 
@@ -52,14 +49,7 @@ class TritonKernels(KernelSet):
         seeds: Tensor,
         token_indices: Tensor,
     ) -> Tensor:
-        if 0 < len(x) <= gemv.MAX_ROWS:
-            draw = sampling.lm_head_sample(
-                x, weight, temperatures, seeds, token_indices, norm_weight=norm_weight, eps=eps
-            )
-        else:
-            draw = sampling.sample(
-                self.norm_linear(x, norm_weight, eps, weight, None), temperatures, seeds, token_indices
-            )
+        draw = sampling.lm_head_sample(x, weight, temperatures, seeds, token_indices, norm_weight=norm_weight, eps=eps)
         return draw[0]
 
     def qk_norm_rope_store(
@@ -83,8 +73,8 @@ class TritonKernels(KernelSet):
         )  # fmt: skip
 
 
-def _is_few(x: Tensor) -> bool:
-    return 0 < len(x) <= SKINNY_TOKENS and x.dtype != torch.float16
+def _is_few(x: Tensor, weight: Tensor) -> bool:
+    return len(x) == 1 or (len(x) > 1 and skinny_matmul.pays(len(x), weight))
 
 
 def _few(
@@ -97,5 +87,5 @@ def _few(
     residual: Tensor | None = None,
     swiglu: bool = False,
 ) -> Tensor:
-    product = gemv.gemv if len(x) <= gemv.MAX_ROWS else skinny_matmul.skinny_matmul
+    product = gemv.gemv if len(x) == 1 else skinny_matmul.skinny_matmul
     return product(x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, swiglu=swiglu)
