@@ -1,0 +1,133 @@
+"""CpuKernels: the kernel set of a CPU. It asks the libraries below torch for the same products in a faster way.
+
+What is slow about the plain way, on AMD and Intel machines without bfloat16 instructions (docs/decisions/020):
+* A float32 matrix times one or few rows: the BLAS keeps most of the work on one core. A batch of row blocks of the
+  same matrix spreads over all of them.
+* A float32 matrix times many rows: oneDNN's code for AVX2 is faster than the BLAS.
+* A bfloat16 matrix times two or more rows: there is no code for it without bfloat16 instructions. Widening some rows
+  at a time into a buffer that stays in the cache, then multiplying in float32, is far faster and more exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.kernels.kernel_set import KernelSet
+
+# Up to so many tokens a product is bound by reading the matrix, and row blocks are faster; beyond, oneDNN.
+FEW_TOKENS = 64
+# Bytes of float32 rows that are widened at a time: half of a small machine's last-level cache.
+WIDENED_BYTES = 4 << 20
+
+
+def has_native_product(dtype: torch.dtype) -> bool:
+    """Whether this machine multiplies matrices of `dtype` without emulation."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
+
+
+class CpuKernels(KernelSet):
+    """Weights stay as they are in memory; only `WIDENED_BYTES` of scratch is added, and only for narrow dtypes."""
+
+    name = "cpu"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._is_native = has_native_product(dtype)
+        self._num_blocks = 2 * torch.get_num_threads()
+        self._rotated: Tensor | None = None
+        self._cos = self._signed_sin = torch.empty(0)
+        self._widened = torch.empty(0)
+        if not self._is_native:
+            self._widened = torch.empty(WIDENED_BYTES // 4)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if weight.dtype == torch.float32:
+            return self._linear_float32(x, weight, bias)
+        # One row is a matrix-vector product, for which torch has code of its own.
+        if self._is_native or len(x) == 1:
+            return F.linear(x, weight, bias)
+        return self._linear_widened(x, weight, bias)
+
+    def _linear_float32(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) > FEW_TOKENS:
+            return _onednn_linear(x, weight, bias)
+        out_features, in_features = weight.shape
+        if out_features % self._num_blocks:
+            return F.linear(x, weight, bias)
+        blocks = weight.view(self._num_blocks, -1, in_features).transpose(1, 2)
+        products = torch.bmm(x.expand(self._num_blocks, -1, -1), blocks)  # [blocks, T, out / blocks]
+        out = products.transpose(0, 1).reshape(len(x), out_features)
+        return out if bias is None else out.add_(bias)
+
+    def _linear_widened(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out_features, in_features = weight.shape
+        rows_at_once = max(self._num_blocks, self._widened.numel() // in_features)
+        if rows_at_once * in_features > self._widened.numel():
+            self._widened = torch.empty(rows_at_once * in_features)
+        out = torch.empty(len(x), out_features, dtype=x.dtype)
+        wide_x = x.float()
+        for start in range(0, out_features, rows_at_once):
+            rows = weight[start : start + rows_at_once]
+            wide_rows = self._widened[: rows.numel()].view(rows.shape).copy_(rows)
+            wide_bias = None if bias is None else bias[start : start + rows_at_once].float()
+            out[:, start : start + rows_at_once] = self._linear_float32(wide_x, wide_rows, wide_bias)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # torch's mean and rms_norm start slowly on few tokens; the Euclidean norm gives the same sum of squares.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed: Tensor = (x * scale).mul_(weight).to(x.dtype)
+        return normed
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate.float()).mul_(up).to(gate_up.dtype)
+
+    def qk_norm_rope_store(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos_sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As in the base class. Every slot is written: steps on a CPU have no padding."""
+        heads = qkv.view(len(qkv), -1, head_dim)
+        qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        if q_weight is not None and k_weight is not None:
+            q = self.rms_norm(qk[:, :num_heads], q_weight, eps)
+            qk = torch.cat((q, self.rms_norm(qk[:, num_heads:], k_weight, eps)), dim=1)
+        qk = self._rotate(qk, cos_sin, positions)
+        q, k = qk[:, :num_heads], qk[:, num_heads:]
+        k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, k)
+        v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, v)
+        return q, k, v
+
+    def _rotate(self, x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+        """Rotary embedding of x [T, heads, D], in float32, rounded once."""
+        if self._rotated is not positions:  # all layers of a step pass the same tensor
+            cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+            self._rotated = positions
+            self._cos, self._signed_sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        wide = x.float()
+        halves_swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+        return (wide * self._cos).addcmul_(halves_swapped, self._signed_sin).to(x.dtype)
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias through oneDNN, which torch's own linear leaves aside for float32."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
