@@ -33,7 +33,7 @@ def make_sequence(order: int, prompt: list[int], max_new: int) -> Sequence:
         sampling,
         arrival_order=order,
         arrival_time=0.0,
-        max_tokens=len(prompt) + max_new,
+        max_len=len(prompt) + max_new,
         stop_token_ids=frozenset(),
     )
 

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from nanoinfer.errors import ConfigError
 
@@ -15,6 +15,8 @@ AttentionChoice = Literal["auto", "flash-attn", "triton", "torch"]
 KernelChoice = Literal["auto", "triton", "compiled", "eager"]
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+
+MAX_SEED = 2**62  # sample i uses seed + i, and seeds are kept as 64-bit integers
 
 
 def reject_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -34,6 +36,10 @@ def _check(condition: bool, name: str, value: object, rule: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return _is_int(value) and 0 <= cast(int, value) < 2**31
 
 
 def _is_number(value: object) -> bool:
@@ -94,6 +100,12 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             _check(value in get_args(choices), name, value, "one of " + ", ".join(get_args(choices)))
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+        for name in ("model", "revision"):
+            value = getattr(self, name)
+            _check(value is None or isinstance(value, str), name, value, "text")
+        _check(isinstance(self.device, str), "device", self.device, "auto, cpu, cuda or cuda:N")
         device_ok = self.device in ("auto", "cpu", "cuda") or (
             self.device.startswith("cuda:") and self.device[5:].isdecimal()
         )
@@ -153,15 +165,15 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             _check(_is_number(value) and low <= value <= high, name, value, f"a number from {low:g} to {high:g}")
-        _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "a whole number of at least 0 (0 is off)")
+        _check(_is_count(self.top_k), "top_k", self.top_k, "a whole number of at least 0 (0 is off)")
         _check(_is_number(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
         repetition = self.repetition_penalty
         _check(_is_number(repetition) and repetition > 0.0, "repetition_penalty", repetition, "a number above 0")
-        seed_ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
-        _check(seed_ok, "seed", self.seed, "a whole number from 0 to 2^63 - 1")
-        limit_ok = self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1)
+        seed_ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED)
+        _check(seed_ok, "seed", self.seed, f"a whole number from 0 to {MAX_SEED}")
+        limit_ok = self.max_tokens is None or (_is_count(self.max_tokens) and self.max_tokens >= 1)
         _check(limit_ok, "max_tokens", self.max_tokens, "a whole number of at least 1")
-        _check(_is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        _check(_is_count(self.min_tokens), "min_tokens", self.min_tokens, "a whole number of at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}).")
         strings_ok = all(isinstance(text, str) and text for text in self.stop)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
@@ -88,7 +90,7 @@ class LLM:
             overlap=plane.overlap,
         )
         self._backlog: list[OutputDelta] = []  # deltas of requests that a call ran along with its own
-        self._num_submitted = 0
+        self._num_ids = 0
         self._closed = False
 
     # -- whole calls -----------------------------------------------------------------------------------------------
@@ -117,7 +119,8 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         try:
             for prompt, param in zip(prompts, params, strict=True):
-                request_ids.append(self.submit(prompt, param, template_options=template_options))
+                request_ids.append(self._new_id())  # before the request exists: an interrupt must not orphan it
+                self.submit(prompt, param, request_id=request_ids[-1], template_options=template_options)
             own = set(request_ids)
             while len(done) < len(own):
                 for delta in self._take(own):
@@ -135,26 +138,18 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         template_options: Mapping[str, Any] | None = None,
-    ) -> Iterator[OutputDelta]:
-        """Run one prompt and yield its text and tokens as they come; leaving the iterator ends the request."""
+    ) -> TokenStream:
+        """Run one prompt and iterate over its text and tokens as they come; leaving or closing it ends the request."""
         request_id = self.submit(prompt, sampling_params, template_options=template_options, stream=True)
-        return self._stream(request_id)
-
-    def _stream(self, request_id: str) -> Iterator[OutputDelta]:
-        try:
-            while True:
-                for delta in self._take({request_id}):
-                    yield delta
-                    if delta.output is not None:
-                        return
-        finally:
-            self.abort(request_id)
+        return TokenStream(self, request_id)
 
     def _take(self, own: set[str]) -> list[OutputDelta]:
-        """Run a step; return the deltas of the requests in `own` and keep the others for the next `step`."""
-        deltas = self._engine.step()
-        self._backlog += [delta for delta in deltas if delta.request_id not in own]
-        return [delta for delta in deltas if delta.request_id in own]
+        """The deltas of the requests in `own` that other calls have run along, or else those of one more step."""
+        if not any(delta.request_id in own for delta in self._backlog):
+            self._backlog += self._engine.step()
+        mine = [delta for delta in self._backlog if delta.request_id in own]
+        self._backlog = [delta for delta in self._backlog if delta.request_id not in own]
+        return mine
 
     # -- step by step ----------------------------------------------------------------------------------------------
 
@@ -175,22 +170,31 @@ class LLM:
         if self._closed:
             raise EngineError("this LLM is closed; make a new one.")
         if request_id is None:
-            request_id = f"request-{self._num_submitted}"
+            request_id = self._new_id()
         text, token_ids = self.encode(prompt, template_options)
         sampling = sampling_params or self.default_sampling
         self._engine.add_request(request_id, token_ids, sampling, prompt=text, stream=stream)
-        self._num_submitted += 1
         return request_id
+
+    def _new_id(self) -> str:
+        self._num_ids += 1
+        return f"request-{self._num_ids - 1}"
 
     def step(self) -> list[OutputDelta]:
         """Run one engine step and return what became new since the last call."""
-        backlog, self._backlog = self._backlog, []
-        return backlog + (self._engine.step() if self._engine.has_unfinished else [])
+        if self._engine.has_unfinished:
+            self._backlog += self._engine.step()
+        deltas, self._backlog = self._backlog, []
+        return deltas
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to return."""
         return bool(self._backlog) or self._engine.has_unfinished
+
+    def is_running(self, request_id: str) -> bool:
+        """Whether more deltas of this request will come."""
+        return self._engine.is_running(request_id) or any(d.request_id == request_id for d in self._backlog)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and return what it has so far; None if it is not running."""
@@ -198,8 +202,11 @@ class LLM:
 
     def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> tuple[str | None, list[int]]:
         """The text that is encoded (None for token ids) and its token ids. RequestError as in `submit`."""
-        if not isinstance(prompt, str) and _is_token_ids(prompt):
-            return None, list(cast("Sequence[int]", prompt))
+        is_chat = not isinstance(prompt, str) and not _is_token_ids(prompt)
+        if template_options and not is_chat:
+            raise ConfigError("template_options belong to messages; this prompt does not go through a chat template.")
+        if not isinstance(prompt, str) and not is_chat:
+            return None, [int(token) for token in cast("Sequence[int]", prompt)]
         if self.tokenizer is None:
             raise RequestError(
                 f"{self.info.model} has no tokenizer; give the prompt as token ids, or add tokenizer.json.",
@@ -243,6 +250,35 @@ class LLM:
         self.close()
 
 
+class TokenStream:
+    """Iterates over the OutputDeltas of one request. `close` ends the request, as does dropping the stream."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self.request_id = request_id
+        self._llm = llm
+        self._deltas: deque[OutputDelta] = deque()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> OutputDelta:
+        try:
+            while not self._deltas:
+                if not self._llm.is_running(self.request_id):
+                    raise StopIteration
+                self._deltas.extend(self._llm._take({self.request_id}))
+        except BaseException:
+            self.close()
+            raise
+        return self._deltas.popleft()
+
+    def close(self) -> None:
+        self._llm.abort(self.request_id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def _resolve_device(config: EngineConfig) -> torch.device:
     from nanoinfer.runner.build import resolve_device
 
@@ -277,7 +313,7 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 def _is_token_ids(prompt: Sequence[Any]) -> bool:
-    return all(isinstance(item, int) and not isinstance(item, bool) for item in prompt)
+    return all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

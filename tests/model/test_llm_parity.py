@@ -7,7 +7,7 @@ import torch
 from test_parity import FAMILIES, NEW_TOKENS, greedy, randomise
 from transformers import AutoModelForCausalLM
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, ConfigError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -92,3 +92,33 @@ def test_an_interrupted_call_leaves_an_empty_usable_engine(case):
         assert llm.check_integrity() == []
         outputs = llm.generate(prompts[:2], GREEDY)
         assert [output.outputs[0].token_ids for output in outputs] == expected[:2]
+
+
+def test_streams_may_interleave_and_end_early(case):
+    """Two streams at once, a generate() inside a stream, and an abort inside its loop each hung."""
+    folder, prompts, expected = case
+    with LLM(str(folder), device="cpu", num_blocks=256) as llm:
+        first, second = llm.stream(prompts[0], GREEDY), llm.stream(prompts[1], GREEDY)
+        tokens = {0: [], 1: []}
+        for a, b in zip(first, second, strict=True):
+            tokens[0] += a.token_ids
+            tokens[1] += b.token_ids
+        assert [tokens[0], tokens[1]] == expected[:2]
+        seen = []
+        for delta in llm.stream(prompts[2], GREEDY):
+            seen += delta.token_ids
+            if len(seen) == 3:
+                assert llm.generate(prompts[3], GREEDY)[0].outputs[0].token_ids == expected[3]
+            if len(seen) == 5:
+                llm.abort(delta.request_id)
+        assert seen == expected[2][:5]
+        llm.stream(prompts[4], GREEDY).close()
+        assert not llm.has_unfinished
+
+
+def test_options_that_would_be_ignored_are_refused(case):
+    folder, prompts, _ = case
+    with LLM(str(folder), device="cpu", num_blocks=64) as llm, pytest.raises(ConfigError, match="chat template"):
+        llm.generate(prompts[:1], GREEDY, template_options={"enable_thinking": True})
+    with pytest.raises(ConfigError, match="did you mean 'num_blocks'"):
+        LLM(str(folder), num_block=3)

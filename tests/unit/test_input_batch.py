@@ -72,7 +72,7 @@ def test_step_arrays_equal_a_plain_loop(data):
     assert arrays.cu_seqlens_q.tolist() == [0, *np.cumsum(counts)]
     assert arrays.context_lens.tolist() == [start + count for _, start, count, _ in work]
     ends = np.cumsum(counts)
-    assert arrays.last_tokens.tolist() == [end - 1 for end, w in zip(ends, work, strict=True) if w[3]]
+    assert arrays.sample_at.tolist() == [end - 1 for end, w in zip(ends, work, strict=True) if w[3]]
     assert arrays.sample_rows.tolist() == [w[0] for w in work if w[3]]
     for i, (_, start, count, _) in enumerate(work):
         used = -(-(start + count) // BLOCK)
@@ -104,7 +104,7 @@ def test_unfinished_chunk_samples_nothing():
             [(0, 0, 5, False), (1, 0, 2, True)],
         ),
     )
-    assert arrays.last_tokens.tolist() == [6]
+    assert arrays.sample_at.tolist() == [6]
     assert arrays.sample_rows.tolist() == [1]
 
 

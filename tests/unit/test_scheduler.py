@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 from engines import VOCAB, greedy, make_engine, run
 from fake_executor import expected_tokens
 
+from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.engine.batch import ScheduledBatch
 from nanoinfer.errors import ConfigError, RequestError
 
@@ -182,6 +186,53 @@ def test_an_interrupted_step_loses_nothing(overlap: bool) -> None:
     assert run(engine)["a"].outputs[0].token_ids == expected_tokens([1, 2, 3], 6, VOCAB)
 
 
+class Interrupt:
+    """Raises KeyboardInterrupt when the n-th line of the control plane is reached, as Ctrl-C may at any moment."""
+
+    def __init__(self, countdown: int) -> None:
+        self.countdown = countdown
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Interrupt | None:
+        if "/nanoinfer/engine/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.countdown -= 1
+            if self.countdown == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_at_any_line_of_a_step_loses_nothing(overlap: bool) -> None:
+    prompts = {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6], "c": [9] * 9}
+    for line in range(1, 1500, 13):
+        engine, _ = make_engine(num_blocks=9, block_size=2, max_num_batched_tokens=8, overlap=overlap)
+        for name, prompt in prompts.items():
+            engine.add_request(name, prompt, greedy(6, n=2 if name == "b" else 1))
+        outputs = {}
+        tracer = sys.gettrace()
+        sys.settrace(Interrupt(line))
+        try:
+            for _ in range(4):
+                outputs |= {d.request_id: d.output for d in engine.step() if d.output}
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracer)
+        assert engine.check_integrity() == [], line
+        outputs |= run(engine)
+        for name, prompt in prompts.items():
+            for sample in outputs[name].outputs:
+                assert sample.token_ids == expected_tokens(prompt, 6, VOCAB), line
+
+
+def test_one_sample_at_the_end_of_the_pool_does_not_look_like_no_progress() -> None:
+    engine, _ = make_engine(num_blocks=3, block_size=2, policy="prefill-first", enable_prefix_caching=False)
+    engine.add_request("r", [1, 2, 3], greedy(40, n=2))
+    output = run(engine)["r"]
+    assert [sample.finish_reason for sample in output.outputs] == ["error", "error"]
+
+
 def test_overlap_schedules_a_step_before_the_last_one_is_known() -> None:
     engine, executor = make_engine(overlap=True)
     engine.add_request("a", [1, 2], greedy(3))
@@ -213,15 +264,19 @@ def test_min_tokens_and_ignore_eos() -> None:
     engine.add_request("ignore", prompt, greedy(6, ignore_eos=True))
     engine.add_request("own", prompt, greedy(6, ignore_eos=True, stop_token_ids=[tokens[1]]))
     outputs = {name: output.outputs[0] for name, output in run(engine).items()}
-    assert [len(outputs[name].token_ids) for name in ("plain", "min", "ignore")] == [1, 4, 6]
+    assert [len(outputs[name].token_ids) for name in ("plain", "min", "ignore")] == [1, 5, 6]
     assert outputs["plain"].stop_reason is None
     assert outputs["own"].stop_reason == tokens[1]
 
 
 def test_limits_are_validated() -> None:
-    from nanoinfer.config import EngineConfig
-
     with pytest.raises(ConfigError, match="raise the first or lower the second"):
         EngineConfig(max_num_seqs=10, max_num_batched_tokens=9)
+    for options in ({"seed": 2**63 - 1}, {"top_k": 2**70}, {"min_tokens": 2**70}, {"max_tokens": 2**40}):
+        with pytest.raises(ConfigError):  # one such request made every later step fail
+            SamplingParams(**({"max_tokens": None} | options))  # type: ignore[arg-type]
+    for option in ({"device": None}, {"enforce_eager": "no"}, {"enable_prefix_caching": "off"}):
+        with pytest.raises(ConfigError):
+            EngineConfig(**option)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
         EngineConfig.from_options({"max_modle_len": 5})

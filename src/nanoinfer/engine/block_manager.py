@@ -45,7 +45,7 @@ class BlockManager:
         # Two free lists: blocks with nothing worth keeping go first, then cached blocks, least recently freed first.
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # Digests of prompt blocks that a running sequence is computing and will publish, with that sequence.
+        # Digests of full blocks that a running sequence had at admission, has not computed yet and will publish.
         self._being_computed: dict[bytes, Sequence] = {}
         self._pack = struct.Struct(f"<{block_size}q").pack
 
@@ -84,9 +84,9 @@ class BlockManager:
         num_revived = 0
         awaits_block = False
         for i in range((len(seq.token_ids) - 1) // self.block_size):
-            parent, digest, content = self._identity(seq, i)
+            parent, digest = self._digest(seq, i)
             block = self._index.get(digest)
-            if block is None or self._contents[block] != content or self._parents[block] != parent:
+            if block is None or self._parents[block] != parent or self._contents[block] != self._content(seq, i):
                 awaits_block = block is None and digest in self._being_computed
                 break
             num_revived += self._ref_counts[block] == 0
@@ -107,12 +107,11 @@ class BlockManager:
         seq.block_table.extend(match.hit_blocks)
         seq.num_computed_tokens = len(match.hit_blocks) * self.block_size
         seq.num_published_blocks = len(match.hit_blocks)
-        total_blocks = -(-len(seq.token_ids) // self.block_size)
-        while len(seq.block_table) < total_blocks:
+        for _ in range(self.blocks_needed(seq, len(seq.token_ids) - seq.num_computed_tokens)):
             self.append_block(seq)
         if self.enable_prefix_caching:
             for i in range(seq.num_published_blocks, len(seq.token_ids) // self.block_size):
-                self._being_computed.setdefault(self._identity(seq, i)[1], seq)
+                self._being_computed.setdefault(self._digest(seq, i)[1], seq)
 
     def append_block(self, seq: Sequence) -> int:
         """Take a free block for `seq`, evicting the least recently used cached one if no other is free."""
@@ -132,14 +131,14 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         for i in range(seq.num_published_blocks, num_written_tokens // self.block_size):
-            parent, digest, content = self._identity(seq, i)
+            parent, digest = self._digest(seq, i)
             block = seq.block_table[i]
             self._no_longer_computing(digest, seq)
             # Where equal blocks were computed twice, the first one stays in the index.
             if digest not in self._index:
+                self._parents[block], self._contents[block], self._hits[block] = parent, self._content(seq, i), 0
+                self._digests[block] = digest
                 self._index[digest] = block
-                self._digests[block], self._parents[block], self._contents[block] = digest, parent, content
-                self._hits[block] = 0
             seq.num_published_blocks = i + 1
 
     def free(self, seq: Sequence) -> None:
@@ -157,27 +156,36 @@ class BlockManager:
         seq.num_published_blocks = 0
         seq.num_computed_tokens = 0
 
+    def release_all(self) -> None:
+        """Take every block from every table, whatever state an interrupt has left the bookkeeping in.
+
+        The caller clears the tables. Published blocks stay published: their KV was written before that.
+        """
+        self._ref_counts = [0] * self.num_blocks
+        self._index = {digest: block for block, digest in enumerate(self._digests) if digest is not None}
+        order = [block for block in self._cached if self._digests[block] is not None]
+        self._cached = OrderedDict.fromkeys([*order, *self._index.values()])
+        self._blank = [block for block in range(self.num_blocks - 1, -1, -1) if self._digests[block] is None]
+        self._being_computed.clear()
+
     def reset_prefix_cache(self) -> None:
-        """Forget all published blocks that no table holds; blocks in use stay published until they are freed."""
+        """Forget all published blocks that no table holds; blocks in use stay published."""
         for block in self._cached:
             self._unpublish(block)
             self._blank.append(block)
         self._cached.clear()
 
-    def _identity(self, seq: Sequence, i: int) -> tuple[bytes, bytes, bytes]:
-        """(parent digest, digest, packed tokens) of block i, whose tokens are all known.
-
-        Digest: xxh3-128 over the parent's digest (nothing for the first block) and the block's token ids as 8-byte
-        little-endian integers.
-        """
-        parent = seq.block_digests[i - 1] if i else b""
+    def _content(self, seq: Sequence, i: int) -> bytes:
+        """The tokens of block i, all known, as 8-byte little-endian integers."""
         start = i * self.block_size
-        content = self._pack(*seq.token_ids[start : start + self.block_size])
-        if i < len(seq.block_digests):
-            return parent, seq.block_digests[i], content
-        digest = xxh3_128_digest(parent + content)
-        seq.block_digests.append(digest)
-        return parent, digest, content
+        return self._pack(*seq.token_ids[start : start + self.block_size])
+
+    def _digest(self, seq: Sequence, i: int) -> tuple[bytes, bytes]:
+        """(digest of block i - 1, digest of block i): xxh3-128 over the former (nothing if i is 0) and the content."""
+        parent = seq.block_digests[i - 1] if i else b""
+        if i == len(seq.block_digests):
+            seq.block_digests.append(xxh3_128_digest(parent + self._content(seq, i)))
+        return parent, seq.block_digests[i]
 
     def _unpublish(self, block: int) -> None:
         digest = self._digests[block]
@@ -194,6 +202,7 @@ class BlockManager:
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> list[str]:
         """Sentences for every broken invariant, given all unfinished sequences; an empty list if all is well."""
+        sequences = list(sequences)
         problems = []
         references = Counter(block for seq in sequences for block in seq.block_table)
         for block in range(self.num_blocks):
@@ -210,6 +219,14 @@ class BlockManager:
             problems.append(f"active {len(active)} + cached {len(cached)} + free {len(blank)} != {self.num_blocks}")
         problems += [f"free block {block} is still published" for block in blank if self._digests[block] is not None]
         problems += [f"cached block {block} is not published" for block in cached if self._digests[block] is None]
+        for seq in sequences:
+            for i, block in enumerate(seq.block_table[: seq.num_published_blocks]):
+                # A duplicate of a block that was published first stays unpublished itself.
+                if self._digests[block] is not None and self._contents[block] != self._content(seq, i):
+                    problems.append(f"block {block} does not hold block {i} of {seq.request_id}")
+        computing = {id(seq) for seq in sequences if seq.block_table}
+        if any(id(seq) not in computing for seq in self._being_computed.values()):
+            problems.append("a block counts as being computed by a sequence that is not running")
         for digest, block in self._index.items():
             if self._digests[block] != digest:
                 problems.append(f"the index points to block {block}, which holds other content")

@@ -6,15 +6,15 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.batch import Executor, StepHandle, StepResult
 from nanoinfer.engine.cache_snapshot import CacheSnapshot
-from nanoinfer.engine.events import EventStream, FinishedSequence, RequestTiming, StepEvent, StepKind
-from nanoinfer.engine.outputs import CompletionOutput, OutputDelta, OutputError, RequestOutput, Usage
+from nanoinfer.engine.events import EventStream
+from nanoinfer.engine.outputs import OutputDelta, RequestOutput
+from nanoinfer.engine.report import request_output, step_event
 from nanoinfer.engine.scheduler import ScheduledStep, Scheduler
 from nanoinfer.engine.sequence import FinishReason, Sequence, SequenceStatus
 from nanoinfer.errors import EngineError, RequestError
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
     from nanoinfer.engine.detokenizer import IncrementalDetokenizer
 
 Clock = Callable[[], float]
-DetokenizerFactory = Callable[[List[int], tuple[str, ...], int], "IncrementalDetokenizer"]
+DetokenizerFactory = Callable[[list[int], tuple[str, ...], int], "IncrementalDetokenizer"]
 
 
 @dataclass(slots=True)
 class _Sample:
-    """A sequence with its text so far."""
+    """A sequence, its text so far, and how much of it the caller has."""
 
     seq: Sequence
     detokenizer: IncrementalDetokenizer | None
     num_detokenized: int = 0  # output tokens that the detokenizer has seen
     num_delivered: int = 0  # output tokens that a delta has carried
+    is_done: bool = False  # its end has been taken in
 
 
 @dataclass(slots=True)
@@ -45,14 +46,14 @@ class _Request:
     sampling: SamplingParams
     stream: bool
     samples: list[_Sample]
-    num_unfinished: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_unfinished = len(self.samples)
 
     @property
     def needs_text_each_step(self) -> bool:
         return self.stream or bool(self.sampling.stop)
+
+    def output(self) -> RequestOutput:
+        texts = [sample.detokenizer.text if sample.detokenizer else "" for sample in self.samples]
+        return request_output(self.request_id, self.prompt, [sample.seq for sample in self.samples], texts)
 
 
 class LLMEngine:
@@ -89,6 +90,9 @@ class LLMEngine:
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._in_flight: deque[tuple[ScheduledStep, StepHandle, float]] = deque()
+        self._to_deliver: deque[Sequence] = deque()  # grew or ended, and the caller has not heard of it
+        self._deltas: list[OutputDelta] = []  # what the caller gets next
+        self._last_completion = 0.0
         self._num_requests = 0
         self._num_steps = 0
         self._last_evictions = 0
@@ -133,7 +137,7 @@ class LLMEngine:
                 sampling,
                 arrival_order=self._num_requests,
                 arrival_time=now,
-                max_tokens=limit,
+                max_len=limit,
                 stop_token_ids=eos | frozenset(sampling.stop_token_ids),
                 seed=base_seed + i,
             )
@@ -142,8 +146,9 @@ class LLMEngine:
             if self._detokenizer is not None:
                 detokenizer = self._detokenizer(prompt_token_ids, sampling.stop, sampling.min_tokens)
             samples.append(_Sample(seq, detokenizer))
-            self.scheduler.add(seq)
         self._requests[request_id] = _Request(request_id, prompt, sampling, stream, samples)
+        for sample in samples:
+            self.scheduler.add(sample.seq)
 
     def _refuse_impossible(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
         length = len(prompt_token_ids)
@@ -175,13 +180,19 @@ class LLMEngine:
         if request is None:
             return None
         now = self._clock()
-        ended = [sample for sample in request.samples if sample.seq.status is not SequenceStatus.FINISHED]
-        for sample in ended:
-            self.scheduler.finish(sample.seq, FinishReason.ABORT, now)
-            self._read_text(sample, request)
+        ended = []
+        for sample in request.samples:
+            if sample.seq.status is not SequenceStatus.FINISHED:
+                self.scheduler.finish(sample.seq, FinishReason.ABORT, now)
+                ended.append(sample.seq)
+            if not sample.is_done:
+                self._read_text(sample)
         del self._requests[request_id]
-        self._publish(ScheduledStep(time=now), StepResult([]), now, [], [sample.seq for sample in ended])
-        return _request_output(request)
+        self._publish(ScheduledStep(time=now, number=self._num_steps - 1), StepResult([]), now, [], ended)
+        return request.output()
+
+    def is_running(self, request_id: str) -> bool:
+        return request_id in self._requests
 
     def abort_all(self) -> None:
         for request_id in list(self._requests):
@@ -192,69 +203,88 @@ class LLMEngine:
     def step(self) -> list[OutputDelta]:
         """Run one step and return what became new: each new piece of a streamed request, others when they are done.
 
-        If the step fails or is interrupted, the sequences that it was computing are put back to be computed again,
-        and the exception goes on to the caller.
+        If the step fails or is interrupted, at whatever moment, the sequences that it was computing are put back to be
+        computed again, the exception goes on to the caller, and the next step returns what this one could not.
         """
         try:
-            return self._step()
+            self._step()
+            deltas, self._deltas = self._deltas, []
+            return deltas
         except BaseException:
-            self._in_flight.clear()
-            self.scheduler.rewind()
+            self._recover()
             raise
 
-    def _step(self) -> list[OutputDelta]:
+    def _recover(self) -> None:
+        self._in_flight.clear()
+        samples = [sample for request in self._requests.values() for sample in request.samples]
+        self.scheduler.rewind(s.seq for s in samples if s.seq.status is not SequenceStatus.FINISHED)
+        self._to_deliver = deque(s.seq for s in samples if s.seq.status is SequenceStatus.FINISHED and not s.is_done)
+
+    def _step(self) -> None:
         started = self._clock()
         step = self.scheduler.schedule(started)
         scheduled = self._clock()
+        self._to_deliver.extend(step.ended)
         if not step.is_empty:
-            self._in_flight.append((step, self._executor.submit(step.to_batch(self._num_steps)), scheduled - started))
+            step.number = self._num_steps
+            self._in_flight.append((step, self._executor.submit(step.to_batch()), scheduled - started))
             self._num_steps += 1
-            if len(self._in_flight) <= self._max_in_flight:
+            if len(self._in_flight) <= self._max_in_flight and not self._to_deliver:
                 # Its result is fetched when the next step is on its way, so that the device never waits for us.
-                return self._deliver_ended(step)
-        deltas = self._deliver_ended(step)
-        if self._in_flight:
-            deltas += self._complete(*self._in_flight.popleft())
-        elif not deltas and self.scheduler.has_unfinished:
+                return
+        elif not self._in_flight and not self._to_deliver and self.scheduler.has_unfinished:
             raise EngineError(f"the scheduler made no progress: {list(self.scheduler.unfinished())[:4]}")
-        return deltas
+        if self._in_flight and (step.is_empty or len(self._in_flight) > self._max_in_flight):
+            self._complete()
+        elif self._to_deliver:
+            now = self._clock()
+            idle = ScheduledStep(time=now, number=self._num_steps - 1)
+            self._publish(idle, StepResult([]), now, [], self._deliver_all())
 
-    def _deliver_ended(self, step: ScheduledStep) -> list[OutputDelta]:
-        if not step.ended:
-            return []
-        self._publish(ScheduledStep(time=step.time), StepResult([]), step.time, [], step.ended)
-        return [delta for seq in step.ended if (delta := self._deliver(seq)) is not None]
-
-    def _complete(self, step: ScheduledStep, handle: StepHandle, schedule_s: float) -> list[OutputDelta]:
+    def _complete(self) -> None:
+        """Take in the result of the oldest step under way."""
+        step, handle, schedule_s = self._in_flight.popleft()
         result = handle.result()
         now = self._clock()
         grown = self.scheduler.postprocess(step, result, now)
-        deltas = [delta for seq in grown if (delta := self._deliver(seq)) is not None]
-        finished = [seq for seq in grown if seq.status is SequenceStatus.FINISHED]
-        self._publish(step, result, now, grown, finished, schedule_s)
-        return deltas
+        self._to_deliver.extend(grown)
+        self._publish(step, result, now, grown, self._deliver_all(), schedule_s)
 
-    def _deliver(self, seq: Sequence) -> OutputDelta | None:
-        """The delta for a sequence that grew or ended; None if nothing is to be handed out now."""
-        request = self._requests[seq.request_id]
-        sample = request.samples[seq.index]
+    def _deliver_all(self) -> list[Sequence]:
+        """Turn all news into deltas; returns the sequences that have come to their end."""
+        ended = []
+        while self._to_deliver:
+            seq = self._to_deliver[0]
+            request = self._requests.get(seq.request_id)
+            if request is not None:
+                self._deliver(request, request.samples[seq.index])
+                if seq.status is SequenceStatus.FINISHED:
+                    ended.append(seq)
+            self._to_deliver.popleft()
+        return ended
+
+    def _deliver(self, request: _Request, sample: _Sample) -> None:
+        """Add the delta for a sequence that grew or ended, if there is anything to hand out now."""
+        seq = sample.seq
         text = ""
         if request.needs_text_each_step or seq.status is SequenceStatus.FINISHED:
-            text = self._read_text(sample, request)
+            text = self._read_text(sample)
         output = None
         if seq.status is SequenceStatus.FINISHED:
-            request.num_unfinished -= 1
-            if not request.num_unfinished:
-                del self._requests[seq.request_id]
-                output = _request_output(request)
-        if not request.stream:
-            return None if output is None else OutputDelta(seq.request_id, seq.index, "", [], None, output)
-        token_ids = seq.token_ids[seq.prompt_len + sample.num_delivered :]
-        sample.num_delivered = seq.num_output_tokens
-        reason = seq.finish_reason.value if seq.finish_reason else None
-        return OutputDelta(seq.request_id, seq.index, text, token_ids, reason, output)
+            sample.is_done = True
+            if all(other.is_done for other in request.samples):
+                output = request.output()
+        if request.stream:
+            token_ids = seq.token_ids[seq.prompt_len + sample.num_delivered :]
+            sample.num_delivered = seq.num_output_tokens
+            reason = seq.finish_reason.value if seq.finish_reason else None
+            self._deltas.append(OutputDelta(seq.request_id, seq.index, text, token_ids, reason, output))
+        elif output is not None:
+            self._deltas.append(OutputDelta(seq.request_id, seq.index, "", [], None, output))
+        if output is not None:
+            del self._requests[seq.request_id]
 
-    def _read_text(self, sample: _Sample, request: _Request) -> str:
+    def _read_text(self, sample: _Sample) -> str:
         """Detokenize what is new, end the sequence at a stop string, and return the text that may be shown."""
         seq, detokenizer = sample.seq, sample.detokenizer
         if detokenizer is None:
@@ -263,17 +293,12 @@ class LLMEngine:
         end = seq.num_output_tokens - isinstance(seq.stop_reason, int)
         text = detokenizer.append(seq.token_ids[seq.prompt_len + sample.num_detokenized : seq.prompt_len + end])
         sample.num_detokenized = end
-        if detokenizer.stopped is not None:
-            seq.stop_reason = detokenizer.stopped
-            if seq.status is SequenceStatus.FINISHED:
-                seq.finish_reason = FinishReason.STOP
-            else:
-                self.scheduler.finish(seq, FinishReason.STOP, seq.token_times[-1])
         if seq.status is SequenceStatus.FINISHED:
             text += detokenizer.finish()
+        if detokenizer.stopped is not None:
+            seq.stop_reason = detokenizer.stopped
+            self.scheduler.finish(seq, FinishReason.STOP, seq.token_times[-1])
         return text
-
-    # -- events ----------------------------------------------------------------------------------------------------
 
     def _publish(
         self,
@@ -284,31 +309,22 @@ class LLMEngine:
         finished: list[Sequence],
         schedule_s: float = 0.0,
     ) -> None:
-        blocks = self.scheduler.block_manager
-        evictions = blocks.num_evictions - self._last_evictions
-        self._last_evictions = blocks.num_evictions
-        event = StepEvent(
-            step=self._num_steps,
-            time=now,
-            kind=_kind(step),
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            prefill_tokens=step.prefill_tokens,
-            decode_tokens=step.num_decodes,
-            cached_tokens=step.cached_tokens,
-            prompt_tokens=step.prompt_tokens,
-            blocks_active=blocks.num_active_blocks,
-            blocks_cached=blocks.num_cached_blocks,
-            blocks_free=blocks.num_free_blocks - blocks.num_cached_blocks,
-            evictions=evictions,
-            preemptions=step.preemptions,
-            emitted=tuple((seq.request_id, 1) for seq in grown),
-            finished=tuple(_finished(seq) for seq in finished),
-            schedule_ms=schedule_s * 1e3,
-            device_ms=result.device_ms,
-            step_ms=(now - step.time) * 1e3,
-            used_graph=result.used_graph,
+        evictions = self.scheduler.block_manager.num_evictions
+        # A step that was submitted while another one ran began, for the device, when that one was done.
+        step_s = now - max(step.time, self._last_completion)
+        self._last_completion = now
+        event = step_event(
+            step,
+            result,
+            self.scheduler,
+            now=now,
+            step_s=step_s,
+            schedule_s=schedule_s,
+            evictions=evictions - self._last_evictions,
+            grown=grown,
+            finished=finished,
         )
+        self._last_evictions = evictions
         self.events.publish(event)
 
     # -- inspection ------------------------------------------------------------------------------------------------
@@ -323,71 +339,3 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no running sequence uses."""
         self.scheduler.block_manager.reset_prefix_cache()
-
-
-def _kind(step: ScheduledStep) -> StepKind:
-    if step.is_empty:
-        return "idle"
-    if not step.num_decodes:
-        return "prefill"
-    return "mixed" if step.prefill_tokens else "decode"
-
-
-def _finished(seq: Sequence) -> FinishedSequence:
-    assert seq.finish_reason is not None, seq
-    return FinishedSequence(
-        request_id=seq.request_id,
-        index=seq.index,
-        reason=seq.finish_reason.value,
-        prompt_tokens=seq.prompt_len,
-        cached_tokens=seq.num_cached_tokens,
-        output_tokens=seq.num_output_tokens,
-        preemptions=seq.num_preemptions,
-        timing=seq.timing,
-        token_times=tuple(seq.token_times),
-    )
-
-
-def _completion_output(sample: _Sample) -> CompletionOutput:
-    seq = sample.seq
-    assert seq.finish_reason is not None, seq
-    stopped_by_eos = isinstance(seq.stop_reason, int) and seq.stop_reason not in seq.sampling.stop_token_ids
-    return CompletionOutput(
-        index=seq.index,
-        text=sample.detokenizer.text if sample.detokenizer else "",
-        token_ids=seq.output_token_ids,
-        finish_reason=seq.finish_reason.value,
-        stop_reason=None if stopped_by_eos else seq.stop_reason,
-        logprobs=seq.logprobs if seq.sampling.logprobs is not None else None,
-        error=OutputError(*seq.error) if seq.error else None,
-        timing=seq.timing,
-        preemptions=seq.num_preemptions,
-    )
-
-
-def _request_output(request: _Request) -> RequestOutput:
-    sequences = [sample.seq for sample in request.samples]
-    first = sequences[0]
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=first.token_ids[: first.prompt_len],
-        outputs=[_completion_output(sample) for sample in request.samples],
-        usage=Usage(
-            prompt_tokens=first.prompt_len,
-            completion_tokens=sum(seq.num_output_tokens for seq in sequences),
-            cached_tokens=first.num_cached_tokens,
-        ),
-        timing=_merge([seq.timing for seq in sequences]),
-    )
-
-
-def _merge(timings: list[RequestTiming]) -> RequestTiming:
-    """The request's times: the earliest start and first token of its samples, the latest last token and end."""
-    return RequestTiming(
-        arrival=timings[0].arrival,
-        first_scheduled=min((t.first_scheduled for t in timings if t.first_scheduled is not None), default=None),
-        first_token=min((t.first_token for t in timings if t.first_token is not None), default=None),
-        last_token=max((t.last_token for t in timings if t.last_token is not None), default=None),
-        finished=max((t.finished for t in timings if t.finished is not None), default=None),
-    )

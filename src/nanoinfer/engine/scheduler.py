@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from nanoinfer.config import SchedulePolicy
@@ -23,6 +23,7 @@ class ScheduledStep:
     """A step while it is decided and while it runs; the lists are those of ScheduledBatch, which shares them."""
 
     time: float
+    number: int = -1  # counts submitted steps
     sequences: list[Sequence] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -41,9 +42,9 @@ class ScheduledStep:
     def is_empty(self) -> bool:
         return not self.sequences
 
-    def to_batch(self, number: int) -> ScheduledBatch:
+    def to_batch(self) -> ScheduledBatch:
         return ScheduledBatch(
-            step=number,
+            step=self.number,
             new_sequences=self.new_sequences,
             new_blocks=self.new_blocks,
             rows=self.rows,
@@ -73,6 +74,7 @@ class Scheduler:
         self.policy = policy
         self.waiting: deque[Sequence] = deque()  # in order of arrival; preempted sequences come back to the front
         self.running: list[Sequence] = []  # in order of arrival
+        self._max_num_seqs = max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
@@ -111,10 +113,10 @@ class Scheduler:
             seq = self.running[i]
             position = seq.num_computed_tokens
             # Inlined is_decoding, and not at its end with only the last token's id still to arrive.
-            if position < seq.prompt_len or seq.num_tokens - position != 1 or seq.num_tokens >= seq.max_tokens:
+            if position < seq.prompt_len or seq.num_tokens - position != 1 or seq.num_tokens >= seq.max_len:
                 i += 1
                 continue
-            if position == len(seq.block_table) * block_size:
+            if position == len(seq.block_table) * block_size:  # blocks_needed(seq, 1), inlined
                 if self.block_manager.num_free_blocks == 0 and not self._make_room(seq, step):
                     # Gone from `running`, or waiting for its last token to arrive before it ends.
                     i += seq.status is SequenceStatus.RUNNING
@@ -175,6 +177,8 @@ class Scheduler:
         # A step that had to preempt has no room for newcomers, least of all for those that it has just put out.
         skipped = []
         while budget and self.waiting and self._free_rows and not step.preemptions:
+            if len(self.running) >= self.block_manager.num_free_blocks:
+                break  # nobody fits, see `_fits`; everyone needs at least one block
             seq = self.waiting.popleft()
             # A sequence preempted a moment ago needs its last token's id before it can be computed again.
             match = None if seq.has_token_in_flight else self.block_manager.match_prefix(seq)
@@ -243,7 +247,7 @@ class Scheduler:
         num_sampled = 0
         grown = []
         for i, seq in enumerate(step.sequences):
-            token_id = None
+            token_id = logprobs = None
             if step.samples[i]:
                 token_id = result.token_ids[num_sampled]
                 logprobs = result.logprobs[num_sampled] if result.logprobs else None
@@ -261,32 +265,41 @@ class Scheduler:
             if logprobs is not None:
                 seq.logprobs.append(logprobs)
             grown.append(seq)
-            if token_id in seq.stop_token_ids and seq.num_output_tokens >= seq.sampling.min_tokens:
+            if token_id in seq.stop_token_ids and seq.num_output_tokens > seq.sampling.min_tokens:
                 seq.stop_reason = token_id
                 self.finish(seq, FinishReason.STOP, now)
-            elif len(seq.token_ids) >= seq.max_tokens:
+            elif len(seq.token_ids) >= seq.max_len:
                 self.finish(seq, FinishReason.LENGTH, now)
         return grown
 
     def finish(self, seq: Sequence, reason: FinishReason, now: float) -> None:
-        """End a sequence in any state and release all that it holds: the one way out for stops, aborts and errors."""
+        """End a sequence in any state and release all that it holds: the one way out for stops, aborts and errors.
+
+        One that has ended already (by its last token) may get a better reason: a stop string that this completed.
+        """
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
             self.running.remove(seq)
-        elif seq.status is SequenceStatus.WAITING:
+        elif seq in self.waiting:  # not so if an interrupt came before it was added
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         seq.finished_time = now
 
-    def rewind(self) -> None:
-        """Put every running sequence back into `waiting`, after steps under way were lost (an interrupt, a failure).
+    def rewind(self, unfinished: Iterable[Sequence]) -> None:
+        """Put all `unfinished` sequences back into `waiting`, after an interrupt or a failure at any moment.
 
-        What the lost steps were to compute is computed again; nothing unfinished was published.
+        What lost steps were to compute is computed again. Nothing that is kept here is trusted: queues, rows and
+        blocks are set up anew from the sequences.
         """
-        while self.running:
-            self._put_back(self.running[-1])
+        self.running = []
+        self.waiting = deque(sorted(unfinished, key=lambda seq: seq.arrival_order))
+        self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
+        self.block_manager.release_all()
         for seq in self.waiting:
+            seq.status, seq.row = SequenceStatus.WAITING, -1
+            seq.block_table.clear()
+            seq.num_published_blocks = seq.num_computed_tokens = 0
             seq.num_tokens = len(seq.token_ids)
 
     def _release(self, seq: Sequence) -> None:

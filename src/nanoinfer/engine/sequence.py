@@ -23,7 +23,7 @@ class FinishReason(StrEnum):
 
 
 class Sequence:
-    """One of the n samples of a request. Its scheduler moves it; nothing else writes to it.
+    """One of the n samples of a request. The scheduler moves it; its block manager keeps table, cursor and digests.
 
     `num_tokens` counts the tokens it has once all submitted steps have run. The host knows the ids of the first
     len(token_ids) of them; with overlap, the newest one can still be on the device. `num_computed_tokens` is the one
@@ -42,7 +42,7 @@ class Sequence:
         "first_scheduled_time",
         "index",
         "logprobs",
-        "max_tokens",
+        "max_len",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -69,7 +69,7 @@ class Sequence:
         *,
         arrival_order: int,
         arrival_time: float,
-        max_tokens: int,
+        max_len: int,
         stop_token_ids: frozenset[int],
         seed: int = 0,
     ) -> None:
@@ -81,7 +81,7 @@ class Sequence:
         self.sampling = sampling
         self.seed = seed
         self.stop_token_ids = stop_token_ids
-        self.max_tokens = max_tokens  # prompt and output together; reaching it finishes with LENGTH
+        self.max_len = max_len  # prompt and output together, in tokens; reaching it finishes with LENGTH
 
         self.num_tokens = self.prompt_len
         self.num_computed_tokens = 0
