@@ -197,7 +197,8 @@ class LLM:
         return self._engine.is_running(request_id) or any(d.request_id == request_id for d in self._backlog)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request and return what it has so far; None if it is not running."""
+        """End a request and return what it has so far; None if it is not running. No delta of it comes any more."""
+        self._backlog = [delta for delta in self._backlog if delta.request_id != request_id]
         return self._engine.abort(request_id)
 
     def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> tuple[str | None, list[int]]:

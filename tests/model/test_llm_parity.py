@@ -109,9 +109,13 @@ def test_streams_may_interleave_and_end_early(case):
             seen += delta.token_ids
             if len(seen) == 3:
                 assert llm.generate(prompts[3], GREEDY)[0].outputs[0].token_ids == expected[3]
+        assert seen == expected[2]
+        seen = []
+        for delta in llm.stream(prompts[0], GREEDY):
+            seen += delta.token_ids
             if len(seen) == 5:
                 llm.abort(delta.request_id)
-        assert seen == expected[2][:5]
+        assert seen == expected[0][:5]
         llm.stream(prompts[4], GREEDY).close()
         assert not llm.has_unfinished
 
