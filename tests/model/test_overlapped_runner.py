@@ -51,6 +51,17 @@ def test_greedy_ids_equal_transformers_with_overlap(case, overlapped, options):
         assert llm.check_integrity() == []
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5])
+def test_resumed_sequence_decodes_its_own_last_token_not_the_row_s_former(case, overlapped, chunk):
+    """A chunk may end one short of what is known; the token after it is then a decode, fed from the device's row."""
+    folder, prompts, expected = case
+    with LLM(folder, device="cpu", num_blocks=14, max_prefill_chunk=chunk) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
+    assert sum(output.outputs[0].preemptions for output in outputs) > 0
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
 def test_every_sampling_rule_gives_what_the_plain_runner_gives(case, monkeypatch):
     """Penalties need token ids that the host learns late; logits of a graph must not be changed under its feet."""
     folder, prompts, _ = case

@@ -33,8 +33,9 @@ class QKNorm:
 class AttentionBatch:
     """Which tokens attend to what in one step: B sequences, T tokens. Fresh for every step, never changed.
 
-    The first num_decodes sequences have one query each. `starts` and `query_lens` are the same facts as the tensors,
-    on the host, so that a back end can plan without reading from the device.
+    The first num_decodes sequences have one query each. `starts` and `query_lens` are on the host, so that a back end
+    can plan without reading from the device: what the tensors say too, but in a step that becomes a CUDA graph only
+    the most that they may ever say, and nothing where all sequences decode.
     """
 
     positions: Tensor  # int64 [T]
@@ -61,7 +62,7 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """How attention is computed on a device; chosen once per engine.
 
-    `reads_device_only`: a plan needs no `starts` and `query_lens` of decodes, so it can be part of a CUDA graph.
+    `reads_device_only`: a plan takes exact lengths from tensors alone, so it can be part of a CUDA graph.
     """
 
     name: str

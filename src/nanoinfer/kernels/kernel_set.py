@@ -13,9 +13,13 @@ class KernelSet:
 
     The residual stream is carried through `linear_add`, and a norm always feeds a matrix, so a set can fuse either
     with the multiplication. Meaning and rounding of the elementwise parts are those in `reference`.
+
+    `reads_device_only`: a step's kernels never make the host wait for the device, so it can be a CUDA graph. The plain
+    ones do when they skip the slots of padding.
     """
 
     name = "eager"
+    reads_device_only = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in] -> x @ weight.T + bias, [T, out]."""
@@ -57,6 +61,23 @@ class KernelSet:
         """
         logits = self.norm_linear(x, norm_weight, eps, weight, None).float()
         return reference.sample(logits, temperatures, seeds, token_indices)
+
+    def filtered_sample(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        token_indices: Tensor,
+    ) -> Tensor:
+        """A draw from what top-k, then top-p, then min-p leave of float32 logits [S, V] -> token ids int64 [S].
+
+        top_k int64 (0 is off), top_p and min_p float32, the rest as in `head_sample`, all [S].
+        """
+        kept = reference.mask_unlikely(logits, temperatures, top_k, top_p, min_p)
+        return reference.sample(kept, temperatures, seeds, token_indices)
 
     def qk_norm_rope_store(
         self,

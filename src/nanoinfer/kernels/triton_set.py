@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels import activation, gemv, norm, rope, sampling, skinny_matmul
+from nanoinfer.kernels import activation, gemv, keep_bounds, norm, rope, sampling, skinny_matmul
 from nanoinfer.kernels.kernel_set import KernelSet
 
 
@@ -14,6 +14,7 @@ class TritonKernels(KernelSet):
     """Norm before and residual after a product are part of it for few tokens; cuBLAS adds the residual itself."""
 
     name = "triton"
+    reads_device_only = True
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _few(x, weight, bias=bias) if _is_few(x, weight) else F.linear(x, weight, bias)
@@ -51,6 +52,19 @@ class TritonKernels(KernelSet):
     ) -> Tensor:
         draw = sampling.lm_head_sample(x, weight, temperatures, seeds, token_indices, norm_weight=norm_weight, eps=eps)
         return draw[0]
+
+    def filtered_sample(
+        self,
+        logits: Tensor,
+        temperatures: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seeds: Tensor,
+        token_indices: Tensor,
+    ) -> Tensor:
+        bounds = keep_bounds.keep_bounds(logits, temperatures, top_k, top_p, min_p)
+        return sampling.sample(logits, temperatures, seeds, token_indices, bounds)[0]
 
     def qk_norm_rope_store(
         self,

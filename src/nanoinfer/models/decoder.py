@@ -74,6 +74,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
+        self.kernels = kernels
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = [DecoderLayer(config, kernels, dtype, device) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
@@ -83,16 +84,16 @@ class Decoder:
         self.lm_head = LMHead(head_weight, kernels=kernels)
 
     def forward(
-        self, input_ids: Tensor, attention: AttentionPlan, kv_caches: Sequence[KVCache], last_tokens: Tensor | None
+        self, input_ids: Tensor, attention: AttentionPlan, kv_caches: Sequence[KVCache], sample_at: Tensor | None
     ) -> Tensor:
         """The residual stream of the tokens whose successor is sampled, ready for `logits` or `sample`.
 
-        input_ids int64 [T]; last_tokens int64 [S], indices into the T tokens, None for all of them -> [S, H].
+        input_ids int64 [T]; sample_at int64 [S], indices into the T tokens, None for all of them -> [S, H].
         """
         hidden = self.embed_tokens(input_ids)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             hidden = layer(hidden, cache, attention)
-        return hidden if last_tokens is None else hidden[last_tokens]
+        return hidden if sample_at is None else hidden[sample_at]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> float32 [S, V]."""

@@ -16,8 +16,9 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 
 
 class GraphCache:
-    """Captured steps. Their outputs share memory: one is valid until the next replay of any of them.
+    """Captured steps. What one frees the others use, so an output is valid until the next replay of any of them.
 
+    The cache keeps every output alive, so a large one should be a view of a buffer that its steps share.
     Graphs must be dropped before the process group that their collectives use.
     """
 

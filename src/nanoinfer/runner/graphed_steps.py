@@ -19,6 +19,14 @@ PREFILL_TOKENS = (32, 64, 128, 256, 512)  # buckets; longer prefills keep the de
 PREFILL_SEQUENCES = 8
 
 
+def _copy_in(values: Ints, inputs: Tensor) -> None:
+    """Send `values` to the front of a graph's input buffer, in the order of the stream.
+
+    A fresh pinned buffer each time: the allocator keeps it from being used again before the copy has run.
+    """
+    inputs[: len(values)].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+
+
 class GraphedDecode:
     """One decode step of n sequences, in the graph of the next larger bucket; padding is the padding row at -1."""
 
@@ -36,25 +44,34 @@ class GraphedDecode:
         self._graphs = graphs
         self._buckets = bucket_sizes(max_num_seqs)
         self._block_size = kv_caches[0][0].shape[1]
-        self._inputs = torch.empty(2, max_num_seqs, dtype=torch.int64, device=rows.last_tokens.device)
+        self._inputs = torch.empty(2 * max_num_seqs, dtype=torch.int64, device=rows.last_tokens.device)
+        self._logits: Tensor | None = None  # float32 [max_num_seqs, V], for the graphs of all buckets
 
     def run(self, rows: Ints, positions: Ints, *, sample: bool) -> Tensor:
-        """rows, positions [n] -> token ids [n] (also written to the rows), or logits float32 [n, V]."""
+        """rows, positions [n] -> token ids [n] (also written to the rows), or logits float32 [n, V].
+
+        The logits may be changed in place; the next run overwrites them.
+        """
         count = len(rows)
         bucket = next(size for size in self._buckets if size >= count)
         key = ("decode", bucket, sample)
         if key not in self._graphs:
-            self._inputs[0], self._inputs[1] = self._rows.padding_row, -1
+            self._fill(bucket, rows[:0], positions[:0])
+            if not sample and self._logits is None:
+                shape = (self._buckets[-1], self._model.config.vocab_size)
+                self._logits = torch.empty(shape, dtype=torch.float32, device=self._inputs.device)
             self._graphs.capture(key, lambda: self._step(bucket, sample))
-        padded = np.empty((2, bucket), np.int64)
-        padded[0, :count], padded[1, :count] = rows, positions
-        padded[0, count:], padded[1, count:] = self._rows.padding_row, -1
-        # A fresh pinned buffer each time: the allocator keeps it from being re-used before the copy has run.
-        self._inputs[:, :bucket].copy_(torch.from_numpy(padded).pin_memory(), non_blocking=True)
+        self._fill(bucket, rows, positions)
         return self._graphs.replay(key)[:count]
 
+    def _fill(self, bucket: int, rows: Ints, positions: Ints) -> None:
+        padded = np.empty((2, bucket), np.int64)
+        padded[0], padded[1] = self._rows.padding_row, -1
+        padded[0, : len(rows)], padded[1, : len(rows)] = rows, positions
+        _copy_in(padded.ravel(), self._inputs)
+
     def _step(self, bucket: int, sample: bool) -> Tensor:
-        rows, positions = self._inputs[0, :bucket], self._inputs[1, :bucket]
+        rows, positions = self._inputs[: 2 * bucket].view(2, bucket)
         state, size = self._rows, self._block_size
         tables = state.block_tables[rows]
         known = positions.clamp(min=0)
@@ -72,7 +89,8 @@ class GraphedDecode:
         plan = self._attention.plan(batch)
         hidden = self._model.forward(state.last_tokens[rows], plan, self._kv_caches, None)
         if not sample:
-            return self._model.logits(hidden)
+            assert self._logits is not None
+            return self._logits[:bucket].copy_(self._model.logits(hidden))
         token_indices = positions + 1 - state.prompt_lens[rows]
         token_ids = self._model.sample(hidden, state.temperatures[rows], state.seeds[rows], token_indices)
         state.last_tokens.index_copy_(0, rows, token_ids)
@@ -124,15 +142,14 @@ class GraphedPrefill:
             per_sequence[0, :count] = arrays.sample_rows
             per_sequence[1, :count] = arrays.cu_seqlens_q[1:]
             per_sequence[2, :count] = arrays.context_lens
-            per_sequence[3, :count] = arrays.last_tokens
+            per_sequence[3, :count] = arrays.sample_at
             per_sequence[4, :count] = token_indices
-        flat = torch.from_numpy(np.concatenate([per_token.ravel(), per_sequence.ravel()])).pin_memory()
-        self._inputs[: len(flat)].copy_(flat, non_blocking=True)
+        _copy_in(np.concatenate([per_token.ravel(), per_sequence.ravel()]), self._inputs)
 
     def _step(self, bucket: int) -> Tensor:
         input_ids, positions, slots = self._inputs[: 3 * bucket].view(3, bucket)
         end = 3 * bucket + 5 * PREFILL_SEQUENCES
-        rows, ends, lengths, last, token_indices = self._inputs[3 * bucket : end].view(5, PREFILL_SEQUENCES)
+        rows, ends, lengths, sample_at, token_indices = self._inputs[3 * bucket : end].view(5, PREFILL_SEQUENCES)
         state = self._rows
         batch = AttentionBatch(
             positions=positions,
@@ -145,7 +162,7 @@ class GraphedPrefill:
             query_lens=[bucket] * PREFILL_SEQUENCES,
             num_decodes=0,
         )
-        hidden = self._model.forward(input_ids, self._attention.plan(batch), self._kv_caches, last)
+        hidden = self._model.forward(input_ids, self._attention.plan(batch), self._kv_caches, sample_at)
         token_ids = self._model.sample(hidden, state.temperatures[rows], state.seeds[rows], token_indices)
         state.last_tokens.index_copy_(0, rows, token_ids)
         return token_ids

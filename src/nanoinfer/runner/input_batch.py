@@ -23,7 +23,7 @@ class StepArrays:
     cu_seqlens_q: Int32Array  # [B + 1]
     context_lens: Int32Array  # [B]
     block_tables: Int32Array  # [B, most blocks in use by one of them]
-    last_tokens: Int64Array  # [S]: where in the T tokens the sampling sequences end
+    sample_at: Int64Array  # [S]: where in the T tokens the sampling sequences end
     sample_rows: Int64Array  # [S]
     sample_lens: Int64Array  # [S]: known tokens before the one to be sampled; also its position
 
@@ -81,7 +81,7 @@ class SequenceRows:
             cu_seqlens_q=cu_seqlens.astype(np.int32),
             context_lens=ends.astype(np.int32),
             block_tables=self.block_tables[rows, :blocks_in_use],
-            last_tokens=cu_seqlens[1:][samples] - 1,
+            sample_at=cu_seqlens[1:][samples] - 1,
             sample_rows=rows[samples],
             sample_lens=ends[samples],
         )

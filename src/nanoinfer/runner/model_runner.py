@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
@@ -18,6 +15,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.input_batch import SequenceRows, StepArrays
 from nanoinfer.runner.sampler import Sampler
 from nanoinfer.runner.sampling_table import SamplingTable
+from nanoinfer.runner.upload import upload
 
 
 @dataclass(frozen=True)
@@ -25,21 +23,21 @@ class StepInput:
     """One step on the device: T tokens, S of them the last of a sequence that samples. Fresh for every step."""
 
     input_ids: Tensor  # int64 [T]
-    last_tokens: Tensor  # int64 [S]
+    sample_at: Tensor  # int64 [S]
     attention: AttentionBatch
 
 
-def step_input(batch: ScheduledBatch, arrays: StepArrays, to_device: Callable[[NDArray[Any]], Tensor]) -> StepInput:
+def step_input(batch: ScheduledBatch, arrays: StepArrays, device: torch.device) -> StepInput:
     """The arrays of a step on the device."""
     return StepInput(
-        input_ids=to_device(arrays.input_ids),
-        last_tokens=to_device(arrays.last_tokens),
+        input_ids=upload(arrays.input_ids, device),
+        sample_at=upload(arrays.sample_at, device),
         attention=AttentionBatch(
-            positions=to_device(arrays.positions),
-            slot_mapping=to_device(arrays.slot_mapping),
-            cu_seqlens_q=to_device(arrays.cu_seqlens_q),
-            context_lens=to_device(arrays.context_lens),
-            block_tables=to_device(arrays.block_tables),
+            positions=upload(arrays.positions, device),
+            slot_mapping=upload(arrays.slot_mapping, device),
+            cu_seqlens_q=upload(arrays.cu_seqlens_q, device),
+            context_lens=upload(arrays.context_lens, device),
+            block_tables=upload(arrays.block_tables, device),
             starts=batch.starts,
             query_lens=batch.counts,
             num_decodes=batch.num_decodes,
@@ -86,7 +84,7 @@ class ModelRunner:
         self._device = device
         self._rows = SequenceRows(max_num_seqs, max_model_len, block_size=kv_caches[0][0].shape[1])
         self._table = SamplingTable(max_num_seqs)
-        self._sampler = Sampler(self._table, self._rows, device)
+        self._sampler = Sampler(self._table, self._rows, model.kernels, device)
 
     def launch(self, batch: ScheduledBatch) -> CompletedStep:
         """`run` behind the interface of runners that do not wait."""
@@ -100,7 +98,7 @@ class ModelRunner:
         for sequence in batch.new_sequences:
             self._table.insert(sequence)
         arrays = self._rows.step_arrays(batch)
-        logits = self._forward(step_input(batch, arrays, lambda array: torch.from_numpy(array).to(self._device)))
+        logits = self._forward(step_input(batch, arrays, self._device))
         if logits is None:
             return StepResult([], device_ms=(time.perf_counter() - began) * 1e3)
         sampled = self._sampler.sample(logits, arrays.sample_rows, arrays.sample_lens)
@@ -111,5 +109,5 @@ class ModelRunner:
     def _forward(self, step: StepInput) -> Tensor | None:
         """float32 logits [S, V]; None where no sequence samples in this step."""
         plan = self._attention.plan(step.attention)
-        hidden = self._model.forward(step.input_ids, plan, self._kv_caches, step.last_tokens)
+        hidden = self._model.forward(step.input_ids, plan, self._kv_caches, step.sample_at)
         return self._model.logits(hidden) if len(hidden) else None

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from nanoinfer.engine.batch import TokenLogprobs
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.runner.input_batch import Int64Array, SequenceRows
 from nanoinfer.runner.sampling_table import FILTER, LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingTable
+from nanoinfer.runner.upload import upload
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,14 @@ class Sampled:
 class Sampler:
     """Chooses one token per row of logits. Order: min_tokens, penalties, temperature with top-k, top-p, min-p, draw."""
 
-    def __init__(self, table: SamplingTable, rows: SequenceRows, device: torch.device) -> None:
+    def __init__(self, table: SamplingTable, rows: SequenceRows, kernels: KernelSet, device: torch.device) -> None:
         self._table = table
         self._rows = rows
+        self._kernels = kernels
         self._device = device
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(array, self._device)
 
     def sample(self, logits: Tensor, rows: Int64Array, lengths: Int64Array) -> Sampled:
         """logits float32 [S, V], changed in place; rows [S]; lengths [S] counts each row's known tokens."""
@@ -52,10 +55,15 @@ class Sampler:
     def _forbid_stop_tokens(
         self, logits: Tensor, needs: NDArray[np.uint8], rows: Int64Array, lengths: Int64Array
     ) -> None:
-        for i in np.flatnonzero(needs & MIN_TOKENS):
-            row = rows[i]
-            if lengths[i] - self._rows.prompt_lens[row] < self._table.min_tokens[row]:
-                logits[i, self._table.stop_token_ids[row]] = float("-inf")
+        selected = np.flatnonzero(needs & MIN_TOKENS)
+        chosen = rows[selected]
+        reached = lengths[selected] - self._rows.prompt_lens[chosen] >= self._table.min_tokens[chosen]
+        # From its next step on such a row is an ordinary one.
+        self._table.needs[chosen[reached]] &= ~np.uint8(MIN_TOKENS)
+        places = [(i, token) for i in selected[~reached] for token in self._table.stop_token_ids[rows[i]]]
+        if places:
+            at = self._tensor(np.array(places).T)
+            logits.index_put_((at[0], at[1]), logits.new_full((), float("-inf")))
 
     def _penalise(self, logits: Tensor, needs: NDArray[np.uint8], rows: Int64Array, lengths: Int64Array) -> None:
         selected = np.flatnonzero(needs & PENALTIES)
@@ -90,12 +98,12 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: Int64Array, lengths: Int64Array, filtered: bool) -> Tensor:
         table = self._table
-        temperatures = self._tensor(table.temperature[rows])
-        if filtered:
-            top_k, top_p, min_p = (self._tensor(c[rows]) for c in (table.top_k, table.top_p, table.min_p))
-            logits = reference.mask_unlikely(logits, temperatures, top_k, top_p, min_p)
+        temperatures, seeds = self._tensor(table.temperature[rows]), self._tensor(table.seed[rows])
         token_indices = self._tensor(lengths - self._rows.prompt_lens[rows])
-        return reference.sample(logits, temperatures, self._tensor(table.seed[rows]), token_indices)
+        if not filtered:
+            return reference.sample(logits, temperatures, seeds, token_indices)
+        top_k, top_p, min_p = (self._tensor(column[rows]) for column in (table.top_k, table.top_p, table.min_p))
+        return self._kernels.filtered_sample(logits, temperatures, top_k, top_p, min_p, seeds, token_indices)
 
     def _report(
         self, raw: Tensor, reporting: Int64Array, rows: Int64Array, token_ids: Tensor
