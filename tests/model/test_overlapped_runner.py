@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from test_parity import FAMILIES, greedy, randomise
@@ -9,9 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.kernel_set import EAGER
 from nanoinfer.runner import build, overlapped_runner
 from nanoinfer.runner.cuda_graphs import GraphCache, bucket_sizes
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
+from nanoinfer.runner.sampler import Sampler
 
 
 @pytest.fixture
@@ -92,6 +97,43 @@ def test_every_sampling_rule_gives_what_the_plain_runner_gives(case, monkeypatch
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
+def test_min_tokens_row_is_plain_again_once_it_has_them(case, overlapped, monkeypatch):
+    folder, prompts, _ = case
+    sizes = []
+    sample = Sampler.sample
+    monkeypatch.setattr(Sampler, "sample", lambda *args: sizes.append(len(args[2])) or sample(*args))
+    params = SamplingParams(temperature=0.0, min_tokens=5, max_tokens=30, stop_token_ids=[330])
+    with LLM(folder, device="cpu", num_blocks=40) as llm:
+        outputs = llm.generate(prompts[:1], params)[0].outputs[0]
+    assert len(outputs.token_ids) > 10
+    assert 5 <= len(sizes) <= 6
+
+
+def test_close_frees_the_runner_without_the_garbage_collector(case, monkeypatch):
+    """A cycle through a bound method once kept weights and pool until the collector came by."""
+    folder, prompts, _ = case
+    runners = []
+
+    def make(model, attention, kv_caches, *, config, max_model_len, device):
+        runner = OverlappedRunner(
+            model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
+            device=device, use_graphs=False,
+        )  # fmt: skip
+        runners.append(weakref.ref(runner))
+        return runner
+
+    monkeypatch.setattr(build, "make_runner", make)
+    llm = LLM(folder, device="cpu", num_blocks=40)
+    llm.generate(prompts[:1], SamplingParams(max_tokens=3))
+    gc.collect()
+    gc.disable()
+    try:
+        llm.close()
+        assert runners[0]() is None
+    finally:
+        gc.enable()
+
+
 class ReplayedEagerly(GraphCache):
     """Runs a captured step anew at each replay: what a graph does, minus the graph."""
 
@@ -135,7 +177,7 @@ def test_graphed_steps_with_padding_equal_transformers(case, monkeypatch, max_nu
     used = []
 
     def make(model, attention, kv_caches, *, config, max_model_len, device):
-        attention = DeviceOnlyAttention(attention.heads, attention.cos_sin, attention.kernels)
+        attention = DeviceOnlyAttention(attention.heads, attention.cos_sin, EAGER)
         runner = OverlappedRunner(
             model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
             device=device, use_graphs=True,

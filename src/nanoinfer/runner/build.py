@@ -14,6 +14,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import Executor
 from nanoinfer.engine.info import EngineInfo
 from nanoinfer.errors import ConfigError
+from nanoinfer.kernels.cpu_set import CpuKernels
 from nanoinfer.kernels.kernel_set import EAGER, KernelSet
 from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import DTYPE_BYTES, ModelConfig
@@ -24,9 +25,10 @@ from nanoinfer.runner import memory
 from nanoinfer.runner.executor import LocalExecutor, Runner
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
-from nanoinfer.runner.profiling import MemoryMark, gpu_kv_budget, run_worst_step
+from nanoinfer.runner.profiling import MemoryMark, gpu_kv_budget, graph_reserve, run_worst_step
 
-DEFAULT_BLOCK_SIZE = 16
+# Tokens per KV block by attention back end (docs/decisions/060).
+DEFAULT_BLOCK_SIZES = {"triton": 64, "torch": 16}
 
 LoadWeights = Callable[[Mapping[str, WeightSlot]], None]
 
@@ -98,19 +100,17 @@ def build_data_plane(
     """Decide dtype, back ends and pool, check that all fits, then build the model and fill it through `load`.
 
     ConfigError, MemoryBudgetError: before any weight is read, unless only the GPU's profiling run can tell.
+    A CUDA device becomes the current one: kernels are launched on that.
     """
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
     _refuse_unavailable(config)
     dtype = resolve_dtype(config.dtype, device)
     max_model_len, warnings = _model_len(config, model_config)
-    kernels, attention_name, attention_reason = choose_back_ends(config, device)
-    plan = _PoolPlan(config, model_config, dtype, max_model_len)
-    on_gpu = device.type == "cuda"
-    start = MemoryMark.now(device) if on_gpu else None
-    if start is None:
-        pool = plan.pool(memory.cpu_kv_budget(memory.usable_memory()))
-        memory.require_memory(model_config, dtype, pool.total_bytes, memory.available_memory(), str(device))
-    else:
-        memory.require_memory(model_config, dtype, plan.smallest_bytes, start.free, str(device))
+    kernels, attention_name, attention_reason = choose_back_ends(config, device, getattr(torch, dtype))
+    plan = PoolPlan(config, model_config, dtype, max_model_len, DEFAULT_BLOCK_SIZES[attention_name])
+    start = MemoryMark.now(device) if device.type == "cuda" else None
+    pool = plan.pool_before_load(start, device)
 
     torch_dtype = getattr(torch, dtype)
     model = build_model(model_config, kernels=kernels, dtype=torch_dtype, device=device)
@@ -119,7 +119,8 @@ def build_data_plane(
     heads = HeadLayout(model_config.num_heads, model_config.num_kv_heads, head_dim, head_dim**-0.5)
     cos_sin = rotary_table(model_config.rope, head_dim, max_model_len, device)
     attention = make_attention(attention_name, heads, cos_sin, kernels, config.max_num_seqs)
-    if start is not None:
+    if pool is None:
+        assert start is not None
         pool = plan.pool(_profile(config, plan, model, attention, start, device))
     if config.max_model_len is not None and pool.capacity < max_model_len:
         warnings.append(f"the KV pool holds {pool.capacity} tokens, fewer than max_model_len {max_model_len}.")
@@ -154,7 +155,7 @@ def _model_len(config: EngineConfig, model_config: ModelConfig) -> tuple[int, li
     return limit, [f"max_model_len {config.max_model_len} is beyond this model's {limit} tokens; using that."]
 
 
-def choose_back_ends(config: EngineConfig, device: torch.device) -> tuple[KernelSet, str, str]:
+def choose_back_ends(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelSet, str, str]:
     """(kernel set, attention back end, why); ConfigError if what was asked for cannot run here."""
     has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     for option, choice in (("attention", config.attention), ("kernels", config.kernels)):
@@ -165,6 +166,8 @@ def choose_back_ends(config: EngineConfig, device: torch.device) -> tuple[Kernel
         from nanoinfer.kernels.triton_set import TritonKernels
 
         kernels = TritonKernels()
+    elif config.kernels == "auto" and device.type == "cpu":
+        kernels = CpuKernels(dtype)
     if config.attention != "auto":
         return kernels, config.attention, "asked for"
     if has_triton:
@@ -183,17 +186,18 @@ def make_attention(
 
 
 @dataclass(frozen=True)
-class _PoolPlan:
+class PoolPlan:
     """What determines the KV pool's shape before its size is known."""
 
     config: EngineConfig
     model_config: ModelConfig
     dtype: str
     max_model_len: int
+    default_block_size: int
 
     @property
     def block_size(self) -> int:
-        return self.config.block_size or DEFAULT_BLOCK_SIZE
+        return self.config.block_size or self.default_block_size
 
     @property
     def bytes_per_token(self) -> int:
@@ -203,12 +207,29 @@ class _PoolPlan:
     def smallest_bytes(self) -> int:
         return 2 * self.block_size * self.bytes_per_token
 
+    def pool_before_load(self, start: MemoryMark | None, device: torch.device) -> memory.KVGeometry | None:
+        """The pool where its size is known without a profiling run; `start` is None on a CPU.
+
+        MemoryBudgetError if the model and the pool, or the smallest one, do not fit.
+        """
+        given = self.config.num_blocks is not None or self.config.kv_memory is not None
+        pool = None
+        if start is None:
+            pool = self.pool(memory.cpu_kv_budget(memory.usable_memory()))
+        elif given:
+            pool = self.pool(budget=0)
+        kv_bytes = self.smallest_bytes if pool is None else pool.total_bytes
+        available = memory.available_memory() if start is None else start.free
+        memory.require_memory(self.model_config, self.dtype, kv_bytes, available, str(device))
+        return pool
+
     def pool(self, budget: int) -> memory.KVGeometry:
         return memory.plan_kv_pool(
             bytes_per_token=self.bytes_per_token,
             block_size=self.block_size,
             budget=budget if self.config.kv_memory is None else self.config.kv_memory,
-            max_tokens_in_use=self.config.max_num_seqs * self.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.max_model_len,
             num_blocks=self.config.num_blocks,
         )
 
@@ -221,15 +242,13 @@ class _PoolPlan:
 
 def _profile(
     config: EngineConfig,
-    plan: _PoolPlan,
+    plan: PoolPlan,
     model: Decoder,
     attention: AttentionBackend,
     start: MemoryMark,
     device: torch.device,
 ) -> int:
-    """The KV budget in bytes, found by running the worst step once; 0 where the size of the pool is given."""
-    if config.num_blocks is not None or config.kv_memory is not None:
-        return 0
+    """The KV budget in bytes, found by running the worst step once."""
     run_worst_step(
         model,
         attention,
@@ -239,7 +258,13 @@ def _profile(
         max_num_seqs=config.max_num_seqs,
         device=device,
     )
-    return gpu_kv_budget(start, config.gpu_memory_utilization, device)
+    reserve = graph_reserve(config.max_num_seqs, plan.model_config.vocab_size)
+    return gpu_kv_budget(start, config.gpu_memory_utilization, reserve, device)
+
+
+def can_graph(config: EngineConfig, attention: AttentionBackend, kernels: KernelSet) -> bool:
+    """Whether steps may become CUDA graphs: nothing in them may wait for the device."""
+    return attention.reads_device_only and kernels.reads_device_only and not config.enforce_eager
 
 
 def make_runner(
@@ -268,7 +293,7 @@ def make_runner(
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         device=device,
-        use_graphs=attention.reads_device_only and not config.enforce_eager,
+        use_graphs=can_graph(config, attention, model.kernels),
     )
 
 

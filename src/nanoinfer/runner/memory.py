@@ -11,8 +11,10 @@ from nanoinfer.models.config import ModelConfig
 
 GIB = 1 << 30
 CPU_KV_LIMIT = 4 * GIB
-# What torch, its thread pools and one step's activations take on a CPU beside weights and pool (measured: 0.4 GiB).
-CPU_OVERHEAD = GIB // 2
+# What torch, its threads or context, and a step's activations take beside weights and pool (on a CPU about 0.4 GiB).
+RUNTIME_OVERHEAD = GIB // 2
+# Where the system does not say how much memory there is.
+ASSUMED_MEMORY = 16 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,10 @@ class KVGeometry:
 
 def usable_memory() -> int:
     """Bytes that this process may use: the machine's memory, or less where a control group limits it."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    try:
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        limits = [ASSUMED_MEMORY]
     # Control groups: version 2, then version 1.
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -75,15 +80,24 @@ def gpu_kv_budget(
 
 
 def plan_kv_pool(
-    *, bytes_per_token: int, block_size: int, budget: int, max_tokens_in_use: int, num_blocks: int | None = None
+    *,
+    bytes_per_token: int,
+    block_size: int,
+    budget: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    num_blocks: int | None = None,
 ) -> KVGeometry:
-    """How many blocks fit `budget`, but no more than `max_tokens_in_use` can ever fill; `num_blocks` overrides.
+    """How many blocks fit `budget`, up to twice what the longest sequences in all rows fill; `num_blocks` overrides.
+
+    The second half is for cached prefixes of sequences that have ended.
 
     MemoryBudgetError if not even two blocks fit: one for a prompt and one to grow into.
     """
     bytes_per_block = bytes_per_token * block_size
     if num_blocks is None:
-        num_blocks = min(max(budget, 0) // bytes_per_block, -(-max_tokens_in_use // block_size))
+        most_in_use = max_num_seqs * -(-max_model_len // block_size)
+        num_blocks = min(max(budget, 0) // bytes_per_block, 2 * most_in_use)
         if num_blocks < 2:
             raise MemoryBudgetError(
                 f"the memory left for the KV pool ({_mib(budget)}) does not hold two blocks of {block_size} tokens "
@@ -95,11 +109,11 @@ def plan_kv_pool(
 def require_memory(config: ModelConfig, dtype: str, kv_bytes: int, available: int, device: str) -> None:
     """Refuse, before the load, a model whose weights and KV pool (`kv_bytes`) do not fit in `available` bytes."""
     weights = config.weight_bytes(dtype)
-    needed = weights + kv_bytes + CPU_OVERHEAD
+    needed = weights + kv_bytes + RUNTIME_OVERHEAD
     if needed > available:
         raise MemoryBudgetError(
             f"this model does not fit: weights {_gib(weights)} as {dtype} + KV pool {_gib(kv_bytes)} + about "
-            f"{_gib(CPU_OVERHEAD)} for the rest = {_gib(needed)}, but {device} has {_gib(available)} available. "
+            f"{_gib(RUNTIME_OVERHEAD)} for the rest = {_gib(needed)}, but {device} has {_gib(available)} available. "
             "Use a smaller model, --dtype bfloat16, or fewer --num-blocks."
         )
 

@@ -10,8 +10,10 @@ from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner import memory
 
-# CUDA graphs of all buckets (they share one pool) and what libraries allocate when they first see a shape; bytes.
-GRAPH_RESERVE = 512 << 20
+# Activations of CUDA graphs, which share one pool, and what libraries allocate when they first see a shape; bytes.
+GRAPH_RESERVE = 256 << 20
+# Of each logit in graphs: the float32 buffer for their outputs, and the largest graph's own in bfloat16 and float32.
+GRAPH_LOGIT_BYTES = 4 + 2 + 4
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ def run_worst_step(
     device: torch.device,
 ) -> None:
     """A prefill of `num_tokens` tokens that stores nothing, then the sampler's largest input, max_num_seqs x V."""
+    # The load has a peak of its own, which is over.
+    torch.cuda.reset_peak_memory_stats(device)
     lengths = [max_model_len] * (num_tokens // max_model_len)
     if num_tokens % max_model_len:
         lengths.append(num_tokens % max_model_len)
@@ -62,8 +66,16 @@ def run_worst_step(
     torch.cuda.synchronize(device)
 
 
-def gpu_kv_budget(start: MemoryMark, utilization: float, device: torch.device) -> int:
-    """Bytes for the KV pool after `run_worst_step`; `start` was taken before anything was loaded."""
+def graph_reserve(max_num_seqs: int, vocab_size: int) -> int:
+    """Bytes that CUDA graphs may take after the profiling run."""
+    return GRAPH_RESERVE + max_num_seqs * vocab_size * GRAPH_LOGIT_BYTES
+
+
+def gpu_kv_budget(start: MemoryMark, utilization: float, reserve: int, device: torch.device) -> int:
+    """Bytes for the KV pool after `run_worst_step`; `start` was taken before anything was loaded.
+
+    `reserve` is left for what is allocated later.
+    """
     stats = torch.cuda.memory_stats(device)
     peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
     torch.cuda.empty_cache()
@@ -77,5 +89,5 @@ def gpu_kv_budget(start: MemoryMark, utilization: float, device: torch.device) -
         current=current,
         peak=peak,
         non_torch=non_torch,
-        graph_reserve=GRAPH_RESERVE,
+        graph_reserve=reserve,
     )
