@@ -41,7 +41,7 @@ def make_prompts(lengths, seed=0):
 def generate(folder, prompts, params, **options):
     from nanoinfer import LLM
 
-    with LLM(folder, device="cuda", **(SMALL | options)) as llm:
+    with LLM(folder, **({"device": "cuda"} | SMALL | options)) as llm:
         outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
         assert llm.check_integrity() == []
     return outputs
@@ -96,7 +96,7 @@ def test_pressure_on_a_tiny_pool_changes_nothing(model):
     folder, _ = model
     prompts = make_prompts([40 + i for i in range(24)], seed=4)
     roomy = generate(folder, prompts, greedy(60), dtype="float32")
-    tight = generate(folder, prompts, greedy(60), dtype="float32", num_blocks=40)
+    tight = generate(folder, prompts, greedy(60), dtype="float32", block_size=16, num_blocks=40)
     assert [o.token_ids for o in tight] == [o.token_ids for o in roomy]
     assert sum(o.preemptions for o in tight) > 0
 
@@ -132,3 +132,60 @@ def test_the_pool_leaves_room_for_the_worst_step_beside_another_process(model):
         outputs = llm.generate(prompts, greedy(8))
         assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
     del other
+
+
+def test_eager_kernels_under_triton_attention_run_without_a_capture(model):
+    """Their boolean indexing waits for the device, which a capture does not survive."""
+    folder, _ = model
+    prompts = make_prompts([30, 7], seed=8)
+    eager = generate(folder, prompts, greedy(12), dtype="float32", kernels="eager")
+    plain = generate(folder, prompts, greedy(12), dtype="float32", **PLAIN)
+    assert [o.token_ids for o in eager] == [o.token_ids for o in plain]
+
+
+def test_close_gives_the_memory_back(model):
+    from nanoinfer import LLM, SamplingParams
+
+    folder, _ = model
+    prompts = make_prompts([30, 7], seed=9)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    llm = LLM(folder, device="cuda", **SMALL)
+    llm.generate(prompts, SamplingParams(temperature=0.8, top_k=5, max_tokens=8))
+    assert torch.cuda.memory_allocated() - before >= llm.info.kv_bytes
+    llm.close()
+    # What libraries keep per stream, such as the workspace of cuBLAS, stays.
+    assert torch.cuda.memory_allocated() - before < llm.info.kv_bytes // 2
+
+
+def test_a_given_pool_that_does_not_fit_is_refused_before_the_load(model):
+    from nanoinfer import LLM
+    from nanoinfer.errors import MemoryBudgetError
+
+    with pytest.raises(MemoryBudgetError, match="available"):
+        LLM(model[0], device="cuda", num_blocks=1 << 28)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9}])
+def test_filters_on_the_gpu_draw_what_the_plain_twin_draws(model, filters):
+    from nanoinfer import SamplingParams
+
+    folder, _ = model
+    prompts = make_prompts([20] * 4, seed=10)
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True, **filters) for i in range(4)]
+    fused = generate(folder, prompts, params, dtype="float32")
+    plain = generate(folder, prompts, params, dtype="float32", **PLAIN)
+    assert [o.token_ids for o in fused] == [o.token_ids for o in plain]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_second_device_gives_what_the_first_gives(model):
+    """Kernels were launched on the current device, which was the first."""
+    folder, _ = model
+    prompts = make_prompts([30, 7], seed=11)
+    first = generate(folder, prompts, greedy(12), dtype="float32")
+    try:
+        second = generate(folder, prompts, greedy(12), dtype="float32", device="cuda:1")
+    finally:
+        torch.cuda.set_device(0)
+    assert [o.token_ids for o in second] == [o.token_ids for o in first]
