@@ -142,7 +142,7 @@ def test_almost_zero_temperature_is_not_nan():
 
 
 def kept(probabilities: list[float], **params) -> set[int]:
-    """The tokens that 400 seeds draw; a high temperature makes even the rarest that is left a sure find."""
+    """The tokens that 400 seeds draw: those that are left are so likely that none is missed."""
     observed = counts(torch.tensor(probabilities).log(), draws=400, **params)
     return set(observed.nonzero().flatten().tolist())
 
