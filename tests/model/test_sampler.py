@@ -466,3 +466,10 @@ def test_row_forgets_the_parameters_of_its_earlier_owner():
         )
     assert sampled.token_ids.tolist() == [int(logits.argmax())]
     assert sampled.logprobs is None
+
+
+def test_the_only_token_left_is_drawn_whatever_its_noise():
+    """At this seed the uniform number rounds to 1, whose exponential noise was infinite: a masked token won."""
+    logits = torch.zeros(4096)
+    logits[1192] = 5.0
+    assert draw([request(logits, seed=10293, top_k=1)]) == [1192]

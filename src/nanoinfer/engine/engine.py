@@ -83,7 +83,7 @@ class LLMEngine:
         self._executor = executor
         self._detokenizer = detokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
         self._max_model_len = max_model_len
         self._random = random.Random(seed)
         self._max_in_flight = 1 if overlap else 0

@@ -166,7 +166,7 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def exponential_noise(seeds: Tensor, token_indices: Tensor, token_ids: Tensor) -> Tensor:
-    """Exp(1) noise as a pure function of (seed, index of the output token, token id): float32, at least 1e-10.
+    """Exp(1) noise as a pure function of (seed, index of the output token, token id): float32, from 1e-10 to 32.
 
     seeds and token_indices int64 [B]; token_ids int [V] or [B, V] -> [B, V]. Counter-based, so a row's noise depends
     on no other row, on no earlier step, and not on how the vocabulary is cut across devices. The halves of a 64-bit
@@ -180,7 +180,7 @@ def exponential_noise(seeds: Tensor, token_indices: Tensor, token_ids: Tensor) -
     x = x ^ _logical_shift(x, 16)
     # 31 bits, of which float32 keeps the small values exactly: small noise decides the race, so it must not be coarse.
     uniform = (_logical_shift(x, 1).float() + 0.5) * 2.0**-31
-    return torch.log1p(-uniform).neg().clamp(min=1e-10)
+    return torch.log1p(-uniform).neg().clamp(min=1e-10, max=32.0)
 
 
 def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, token_indices: Tensor) -> Tensor:
