@@ -117,7 +117,7 @@ class Bench:
         ]
         tokens = sum(p.max_tokens or 0 for p in params)
         with self.open(max_num_seqs=256) as llm:
-            # Once with other prompts, so that kernels are compiled and graphs captured; the peers do that at their start.
+            # Once with other prompts: kernels are compiled and graphs captured, as the peers do at their start.
             self.seconds(llm, [[id_ + 1 for id_ in prompt] for prompt in prompts], params)
             samples, splits = [], []
             for _ in range(self.options.repeat):
