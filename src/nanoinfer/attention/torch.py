@@ -43,14 +43,43 @@ class _Scratch:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def gather(self, which: str, cache: Tensor, blocks: Tensor) -> Tensor:
-        """cache[blocks]; overwritten by the next call with the same `which`."""
-        size = len(blocks) * cache[0].numel()
+    def take(self, which: str, cache: Tensor, num_blocks: int) -> Tensor:
+        """Room for `num_blocks` blocks of `cache`; the same memory at every call with the same `which`."""
+        size = num_blocks * cache[0].numel()
         buffer = self._buffers.get(which)
         if buffer is None or buffer.numel() < size or buffer.dtype != cache.dtype:
             buffer = self._buffers[which] = torch.empty(size, dtype=cache.dtype, device=cache.device)
-        out = buffer[:size].view(len(blocks), *cache.shape[1:])
-        return torch.index_select(cache, 0, blocks, out=out)
+        return buffer[:size].view(num_blocks, *cache.shape[1:])
+
+
+class _History:
+    """Where the keys and values of some sequences of one length lie, in every layer: n sequences, L tokens.
+
+    Consecutive blocks of one sequence are read in place; others are copied together first.
+    """
+
+    def __init__(self, blocks: list[list[int]], length: int, cache: KVCache, scratch: _Scratch) -> None:
+        flat = [block for table in blocks for block in table]
+        _, block_size, kv_heads, head_dim = cache[0].shape
+        token = kv_heads * head_dim
+        self._size = (len(blocks), kv_heads, length, head_dim)
+        self._stride = (len(blocks[0]) * block_size * token, head_dim, token, 1)
+        self._first = flat[0] * block_size * token
+        self._in_place = len(blocks) == 1 and flat == list(range(flat[0], flat[0] + len(flat)))
+        if not self._in_place:
+            self._blocks = torch.tensor(flat, device=cache[0].device)
+            self._copies = [scratch.take(which, c, len(flat)) for which, c in zip("kv", cache, strict=True)]
+            self._views = [copy.as_strided(self._size, self._stride) for copy in self._copies]
+
+    def read(self, cache: KVCache, padding: Tensor | None = None) -> list[Tensor]:
+        """Keys and values [n, kv_heads, L, D], valid until the next read; `padding` int64: tokens of n * L to zero."""
+        if self._in_place:
+            return [c.as_strided(self._size, self._stride, c.storage_offset() + self._first) for c in cache]
+        for source, copy in zip(cache, self._copies, strict=True):
+            torch.index_select(source, 0, self._blocks, out=copy)
+            if padding is not None:
+                copy.view(-1, *copy.shape[2:]).index_fill_(0, padding, 0)
+        return self._views
 
 
 @dataclass(frozen=True)
@@ -58,10 +87,9 @@ class _DecodeGroup:
     """Sequences with one query each, padded to the longest: n sequences, L tokens."""
 
     sequences: Tensor  # int64 [n]; decodes come first in a step, so these are also the indices of their tokens
-    blocks: Tensor  # int64 [n * L / block_size]
+    history: _History
     mask: Tensor | None  # [n, 1, 1, L]: 0 or -inf; None for a single sequence
-    padding: Tensor | None  # int64: which of the n * L gathered tokens are padding
-    length: int  # L, or a single sequence's length
+    padding: Tensor | None  # int64: which of the n * L tokens are padding
 
 
 @dataclass(frozen=True)
@@ -71,7 +99,7 @@ class _Chunk:
     first: int
     start: int
     count: int
-    blocks: Tensor  # int64
+    history: _History
 
 
 class _Plan:
@@ -91,23 +119,24 @@ class _Plan:
             batch.slot_mapping, heads.num_heads, heads.num_kv_heads, heads.head_dim,
         )  # fmt: skip
         if self._groups is None:
-            self._groups = list(self._make_groups(k_cache))
-            self._chunks = list(self._make_chunks(k_cache))
+            self._groups = list(self._make_groups(cache))
+            self._chunks = list(self._make_chunks(cache))
         if len(self._groups) == 1 and not self._chunks:
-            return self._decode(self._groups[0], q, cache).reshape(len(q), -1)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            return self._decode(self._groups[0], q, cache)
+        out = torch.empty(q.shape[0], heads.num_heads * heads.head_dim, dtype=q.dtype, device=q.device)
         for group in self._groups:
             out[group.sequences] = self._decode(group, q[group.sequences], cache)
         for chunk in self._chunks:
             tokens = slice(chunk.first, chunk.first + chunk.count)
             if chunk.start == 0:
-                out[tokens] = self._attend(q[tokens], k[tokens], v[tokens], is_causal=True)
+                keys, values = k[tokens].transpose(0, 1)[None], v[tokens].transpose(0, 1)[None]
+                out[tokens] = self._attend(q[tokens], keys, values, is_causal=True)
             else:
                 self._prefill_after_history(chunk, q, cache, out)
-        return out.flatten(1)
+        return out
 
-    def _make_groups(self, k_cache: Tensor) -> Iterator[_DecodeGroup]:
-        block_size = k_cache.shape[1]
+    def _make_groups(self, cache: KVCache) -> Iterator[_DecodeGroup]:
+        k_cache, block_size = cache[0], cache[0].shape[1]
         lengths = [start + 1 for start in self._batch.starts[: self._batch.num_decodes]]
         most_blocks = max(1, GROUP_BYTES // (2 * k_cache[0].numel() * k_cache.element_size()))
         group: list[int] = []
@@ -117,70 +146,59 @@ class _Plan:
             wasted += longest - lengths[i]
             fits = (len(group) + 1) * -(-longest // block_size) <= most_blocks
             if group and (not fits or wasted > GROUP_WASTED_TOKENS):
-                yield self._make_group(group, lengths, k_cache)
+                yield self._make_group(sorted(group), lengths, cache)
                 group, wasted = [], 0
             group.append(i)
         if group:
-            yield self._make_group(group, lengths, k_cache)
+            yield self._make_group(sorted(group), lengths, cache)
 
-    def _make_group(self, members: list[int], lengths: list[int], k_cache: Tensor) -> _DecodeGroup:
-        block_size = k_cache.shape[1]
-        members.sort()
-        tables, device = self._batch.block_tables, self._batch.block_tables.device
+    def _make_group(self, members: list[int], lengths: list[int], cache: KVCache) -> _DecodeGroup:
+        tables, block_size, scratch = self._batch.block_tables, cache[0].shape[1], self._backend.scratch
+        device = tables.device
         sequences = torch.tensor(members, device=device)
         length = torch.tensor([lengths[i] for i in members], device=device)
-        longest = max(lengths[i] for i in members)
-        blocks = tables[sequences, : -(-longest // block_size)].long()
+        num_blocks = -(-max(lengths[i] for i in members) // block_size)
+        blocks = tables[sequences, :num_blocks]
         if len(members) == 1:
-            return _DecodeGroup(sequences, blocks[0], None, None, longest)
+            history = _History(blocks.tolist(), lengths[members[0]], cache, scratch)
+            return _DecodeGroup(sequences, history, None, None)
         # Unused entries of a table name blocks of anyone; a sequence's own first block is at least no one else's.
-        unused = torch.arange(blocks.shape[1], device=device) * block_size >= length[:, None]
+        unused = torch.arange(num_blocks, device=device) * block_size >= length[:, None]
         blocks = torch.where(unused, blocks[:, :1], blocks)
-        width = blocks.shape[1] * block_size
-        is_padding = torch.arange(width, device=device) >= length[:, None]
-        mask = torch.zeros(is_padding.shape, dtype=k_cache.dtype, device=device).masked_fill_(is_padding, float("-inf"))
+        # The mask hides finite numbers only: an infinity left in a block by another request would come through, so
+        # padding is zeroed too.
+        is_padding = torch.arange(num_blocks * block_size, device=device) >= length[:, None]
+        mask = torch.zeros(is_padding.shape, dtype=cache[0].dtype, device=device)
+        mask.masked_fill_(is_padding, float("-inf"))
         padding = is_padding.flatten().nonzero().squeeze(1)
-        return _DecodeGroup(sequences, blocks.flatten(), mask[:, None, None, :], padding, width)
+        history = _History(blocks.tolist(), num_blocks * block_size, cache, scratch)
+        return _DecodeGroup(sequences, history, mask[:, None, None, :], padding if len(padding) else None)
 
-    def _make_chunks(self, k_cache: Tensor) -> Iterator[_Chunk]:
-        batch, block_size = self._batch, k_cache.shape[1]
+    def _make_chunks(self, cache: KVCache) -> Iterator[_Chunk]:
+        batch, block_size = self._batch, cache[0].shape[1]
         firsts = accumulate(batch.query_lens, initial=0)
         for i, (first, start, count) in enumerate(zip(firsts, batch.starts, batch.query_lens, strict=False)):
             if i >= batch.num_decodes:
-                yield _Chunk(first, start, count, batch.block_tables[i, : -(-(start + count) // block_size)].long())
+                blocks = batch.block_tables[i, : -(-(start + count) // block_size)].tolist()
+                yield _Chunk(first, start, count, _History([blocks], start + count, cache, self._backend.scratch))
 
     def _decode(self, group: _DecodeGroup, q: Tensor, cache: KVCache) -> Tensor:
-        """q [n, heads, D] -> [n, heads, D]. The query heads of a KV head are the rows of one small matrix."""
+        """q [n, heads, D] -> [n, heads * D]. The query heads of a KV head are the rows of one small matrix."""
         heads = self._heads
-        gather = self._backend.scratch.gather
-        k, v = gather("k", cache[0], group.blocks), gather("v", cache[1], group.blocks)
-        if group.padding is not None and len(group.padding):
-            # The mask hides finite numbers only: an infinity left in a block by another request would come through.
-            for tensor in (k, v):
-                tensor.view(-1, heads.num_kv_heads, heads.head_dim).index_fill_(0, group.padding, 0)
-        shape = (len(q), -1, heads.num_kv_heads, heads.head_dim)
-        out = F.scaled_dot_product_attention(
-            q.view(len(q), heads.num_kv_heads, -1, heads.head_dim),
-            k.view(shape)[:, : group.length].transpose(1, 2),
-            v.view(shape)[:, : group.length].transpose(1, 2),
-            attn_mask=group.mask,
-            scale=heads.scale,
-        )
-        return out.reshape(q.shape)
+        k, v = group.history.read(cache, group.padding)
+        q = q.view(q.shape[0], heads.num_kv_heads, -1, heads.head_dim)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=heads.scale)
+        return out.reshape(q.shape[0], -1)
 
     def _prefill_after_history(self, chunk: _Chunk, q: Tensor, cache: KVCache, out: Tensor) -> None:
-        heads, length = self._heads, chunk.start + chunk.count
-        gather = self._backend.scratch.gather
-        k, v = (
-            gather(name, tensor, chunk.blocks).view(-1, heads.num_kv_heads, heads.head_dim)
-            for name, tensor in (("k", cache[0]), ("v", cache[1]))
-        )
+        length = chunk.start + chunk.count
+        k, v = chunk.history.read(cache)
         mask = self._mask(length, q)
         for start in range(chunk.start, length, QUERY_TILE):
             stop = min(start + QUERY_TILE, length)
             tokens = slice(chunk.first + start - chunk.start, chunk.first + stop - chunk.start)
             tile_mask = mask[QUERY_TILE - (stop - start) :, mask.shape[1] - stop :]
-            out[tokens] = self._attend(q[tokens], k[:stop], v[:stop], mask=tile_mask)
+            out[tokens] = self._attend(q[tokens], k[:, :, :stop], v[:, :, :stop], mask=tile_mask)
 
     def _mask(self, length: int, q: Tensor) -> Tensor:
         """[QUERY_TILE, at least length]: the last QUERY_TILE queries' causal mask, of which tiles take a corner."""
@@ -194,14 +212,14 @@ class _Plan:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """One sequence: q [Tq, heads, D], k and v [Tk, kv_heads, D] -> like q."""
+        """One sequence: q [Tq, heads, D], k and v [1, kv_heads, Tk, D] -> [Tq, heads * D]."""
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
+            k,
+            v,
             attn_mask=mask,
             is_causal=is_causal,
             scale=self._heads.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.squeeze(0).transpose(0, 1)
+        return out.squeeze(0).transpose(0, 1).flatten(1)

@@ -19,6 +19,11 @@ class KernelSet:
     """
 
     name = "eager"
+
+    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of weight [V, H] by token id: [T] -> [T, H], in the dtype that the layers compute with."""
+        return F.embedding(token_ids, weight)
+
     reads_device_only = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

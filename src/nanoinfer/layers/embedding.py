@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.kernel_set import KernelSet
@@ -14,12 +13,15 @@ from nanoinfer.models.weights import WeightSlot
 class Embedding:
     """Rows of `weight` [V, H] by token id."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self._kernels = kernels
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, H]."""
-        return F.embedding(token_ids, self.weight)
+        return self._kernels.embed(token_ids, self.weight)
 
     def weight_slots(self, name: str) -> dict[str, WeightSlot]:
         return {f"{name}.weight": WeightSlot(self.weight, tuple(self.weight.shape))}

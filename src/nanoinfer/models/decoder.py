@@ -75,7 +75,9 @@ class Decoder:
     def __init__(self, config: ModelConfig, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.kernels = kernels
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, kernels=kernels, dtype=dtype, device=device
+        )
         self.layers = [DecoderLayer(config, kernels, dtype, device) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         head_weight = self.embed_tokens.weight
