@@ -58,7 +58,12 @@ class CpuKernels(KernelSet):
         return _to(self._product(x, weight, bias), x.dtype)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        return _to(self._product(x, weight, bias), residual.dtype).add_(residual)
+        return _to(residual + self._product(x, weight, bias), residual.dtype)
+
+    def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As in the base class; of float32 x the product keeps the dtype in which it is computed."""
+        product = self._product(self.rms_norm(x, norm_weight, eps), weight, bias)
+        return product if x.dtype == torch.float32 else _to(product, x.dtype)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`linear` in the dtype in which the product is computed: a new tensor."""
@@ -108,8 +113,8 @@ class CpuKernels(KernelSet):
         return _to(normed, x.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return _to(F.silu(_to(gate, torch.float32)).mul_(up), gate_up.dtype)
+        gate, up = _to(gate_up, torch.float32).chunk(2, dim=-1)
+        return _to(F.silu(gate).mul_(up), gate_up.dtype)
 
     def qk_norm_rope_store(
         self,
@@ -128,12 +133,13 @@ class CpuKernels(KernelSet):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base class, in the cache's dtype. Every slot is written: steps on a CPU have no padding."""
         heads = qkv.view(qkv.shape[0], -1, head_dim)
-        qk, v = heads[:, : num_heads + num_kv_heads], _to(heads[:, num_heads + num_kv_heads :], v_cache.dtype)
+        qk, v = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), dim=1)
         if q_weight is not None and k_weight is not None:
             q = self.rms_norm(qk[:, :num_heads], q_weight, eps)
             qk = torch.cat((q, self.rms_norm(qk[:, num_heads:], k_weight, eps)), dim=1)
         qk = _to(self._rotate(qk, cos_sin, positions), k_cache.dtype)
-        q, k = qk[:, :num_heads], qk[:, num_heads:]
+        q, k = qk.split_with_sizes((num_heads, num_kv_heads), dim=1)
+        v = _to(v, v_cache.dtype)
         k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, k)
         v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, v)
         return q, k, v
