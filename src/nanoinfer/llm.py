@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from nanoinfer.engine.cache_snapshot import CacheSnapshot
     from nanoinfer.engine.events import EventStream
+    from nanoinfer.engine.info import DeviceLimits
     from nanoinfer.engine.tokenizer import Tokenizer
     from nanoinfer.loading import Notify
 
@@ -37,8 +38,9 @@ class LLM:
     model's chat template). Raises ConfigError for an unknown option, ModelError and MemoryBudgetError before anything
     large is loaded. Use it as a context manager, or call `close()`.
 
-    `info` has what the machine and the model decided; `events` carries one StepEvent per step; `default_sampling` are
-    the model's own sampling defaults. `notify(stage, done, total)` hears of download, import and load, in bytes.
+    `info` has what the machine and the model decided, `model_config` the model's shapes; `events` carries one StepEvent
+    per step; `default_sampling` are the model's own sampling defaults. `notify(stage, done, total)` hears of download,
+    import and load, in bytes.
     """
 
     def __init__(self, model: str | None = None, *, notify: Notify | None = None, **options: Any) -> None:
@@ -59,7 +61,7 @@ class LLM:
             device_is_gpu=config.load_format == "dummy" and _resolve_device(config).type == "cuda",
             notify=notify,
         )
-        model_config = read_model_config(source.folder)
+        model_config = self.model_config = read_model_config(source.folder)
         self.tokenizer = _open_tokenizer(source.folder) if source.has_tokenizer else None
         self.default_sampling = _default_sampling(read_generation_config(source.folder))
         from nanoinfer.runner.build import build_data_plane
@@ -234,6 +236,12 @@ class LLM:
     def check_integrity(self) -> list[str]:
         """Sentences for every broken invariant of the KV pool; an empty list if all is well."""
         return self._engine.check_integrity()
+
+    def measure_device(self) -> DeviceLimits:
+        """Measure what the first rank's device can do; takes about half a second, and the device should be idle."""
+        from nanoinfer.runner.device_limits import measure_limits
+
+        return measure_limits(self.info.device, self.info.dtype)
 
     def close(self) -> None:
         """End all requests and free the model and the KV pool. Closing twice is fine."""

@@ -11,11 +11,11 @@ from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import ConfigError, MemoryBudgetError
 from nanoinfer.models.config import DTYPE_BYTES, ModelConfig
+from nanoinfer.runner.memory import DEFAULT_BLOCK_SIZES
 from nanoinfer.ui.text import byte_size
 
 # A round figure for the CUDA context, NCCL buffers, the allocator's rounding and the captured graphs.
 OVERHEAD_ESTIMATE = 1_500 * 1024 * 1024
-DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def plan_memory(model: ModelConfig, engine: EngineConfig, memory: int) -> Memory
     dtype = engine.dtype if engine.dtype != "auto" else model.dtype or "bfloat16"
     width = DTYPE_BYTES[dtype]
     per_token = model.kv_bytes_per_token(width, tp)
-    block_size = engine.block_size or DEFAULT_BLOCK_SIZE
+    block_size = engine.block_size or DEFAULT_BLOCK_SIZES[_attention(engine)]
     usable = int(memory * engine.gpu_memory_utilization)
     weights = model.weight_bytes(dtype, tp)
     activations = activation_estimate(model, engine, width)
@@ -75,6 +75,13 @@ def plan_memory(model: ModelConfig, engine: EngineConfig, memory: int) -> Memory
     return MemoryPlan(
         dtype, tp, memory, usable, weights, activations, OVERHEAD_ESTIMATE, per_token, block_size, num_blocks, limit
     )
+
+
+def _attention(engine: EngineConfig) -> str:
+    """The back end that `auto` becomes where the plan's memory is a GPU's, which it is unless --device says cpu."""
+    if engine.attention != "auto":
+        return engine.attention
+    return "torch" if engine.device == "cpu" else "triton"
 
 
 def activation_estimate(model: ModelConfig, engine: EngineConfig, width: int) -> int:

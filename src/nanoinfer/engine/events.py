@@ -63,6 +63,8 @@ class StepEvent:
     device_ms: float
     step_ms: float
     used_graph: bool = False
+    decode_context: int = 0  # tokens whose KV the decoding sequences read, summed over them
+    prefill_pairs: int = 0  # (query, key) pairs that the prefill chunks attended to
 
 
 class Subscription:

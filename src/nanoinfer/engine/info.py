@@ -6,6 +6,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceLimits:
+    """A device and what it was measured to be able to do: the ceilings that a step can be held against."""
+
+    name: str
+    memory_bytes: int
+    threads: int | None  # of a CPU, as torch uses them
+    copy_bytes_per_s: float  # of a large copy, bytes read and bytes written counted
+    flops_per_s: float  # of a large matrix product
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineInfo:
     """Facts of a running engine. Bytes are per rank; `max_model_len` is in tokens, prompt and answer together."""
 

@@ -45,7 +45,15 @@ def step_event(
         device_ms=result.device_ms,
         step_ms=step_s * 1e3,
         used_graph=result.used_graph,
+        decode_context=sum(step.starts[: step.num_decodes]) + step.num_decodes,
+        prefill_pairs=_prefill_pairs(step),
     )
+
+
+def _prefill_pairs(step: ScheduledStep) -> int:
+    """Each token of a chunk attends to all before it and to itself."""
+    chunks = zip(step.starts[step.num_decodes :], step.counts[step.num_decodes :], strict=True)
+    return sum(count * start + count * (count + 1) // 2 for start, count in chunks)
 
 
 def _kind(step: ScheduledStep) -> StepKind:

@@ -27,9 +27,6 @@ from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
 from nanoinfer.runner.profiling import MemoryMark, gpu_kv_budget, graph_reserve, run_worst_step
 
-# Tokens per KV block by attention back end (docs/decisions/060).
-DEFAULT_BLOCK_SIZES = {"triton": 64, "torch": 16}
-
 LoadWeights = Callable[[Mapping[str, WeightSlot]], None]
 
 
@@ -108,7 +105,7 @@ def build_data_plane(
     dtype = resolve_dtype(config.dtype, device)
     max_model_len, warnings = _model_len(config, model_config)
     kernels, attention_name, attention_reason = choose_back_ends(config, device, getattr(torch, dtype))
-    plan = PoolPlan(config, model_config, dtype, max_model_len, DEFAULT_BLOCK_SIZES[attention_name])
+    plan = PoolPlan(config, model_config, dtype, max_model_len, memory.DEFAULT_BLOCK_SIZES[attention_name])
     start = MemoryMark.now(device) if device.type == "cuda" else None
     pool = plan.pool_before_load(start, device)
 
