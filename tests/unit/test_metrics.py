@@ -254,7 +254,7 @@ def test_snapshot_before_the_first_step_is_empty() -> None:
     snapshot = Metrics().snapshot()
     assert snapshot.run.hit_ratio is None
     assert snapshot.run.output_tokens_per_s == 0.0
-    assert snapshot.window_latencies.ttft is None
+    assert Metrics().window_latencies().ttft is None
     assert snapshot.decode_history == ()
 
 
@@ -265,15 +265,19 @@ def test_window_forgets_what_is_older_than_a_minute_and_the_run_does_not() -> No
     both = metrics.snapshot(now=59.0)
     assert both.window.hit_ratio == both.run.hit_ratio == 0.5
     assert both.window.seconds == pytest.approx(58.5)
-    assert both.window_latencies.ttft is not None
-    assert both.window_latencies.ttft.count == 2
+    ttft = metrics.window_latencies(59.0).ttft
+    assert ttft is not None
+    assert ttft.count == 2
     later = metrics.snapshot(now=70.0)
     assert (later.window.hit_ratio, later.run.hit_ratio) == (0.0, 0.5)
     assert (later.window.decode_tokens, later.run.decode_tokens) == (1, 5)
     assert later.window.seconds == pytest.approx(60.0), "idle time counts"
-    assert later.window_latencies.ttft is not None
-    assert later.window_latencies.ttft.p50 == pytest.approx(100.0)
-    assert metrics.snapshot(now=200.0).window_latencies.ttft is None
+    assert (later.recent.decode_tokens, metrics.snapshot(now=39.9).recent.decode_tokens) == (0, 1)
+    assert (later.recent.seconds, metrics.snapshot(now=39.9).recent.seconds) == pytest.approx((10.0, 10.9))
+    ttft = metrics.window_latencies(70.0).ttft
+    assert ttft is not None
+    assert ttft.p50 == pytest.approx(100.0)
+    assert metrics.window_latencies(200.0).ttft is None
     run = metrics.run_latencies()
     assert run.ttft is not None
     assert run.ttft.count == 2
@@ -301,7 +305,7 @@ def test_window_itl_counts_each_decoding_sequence_and_no_idle_time() -> None:
     metrics.observe(event(1.52, decode_tokens=2, emitted=(a, b), running=0))
     metrics.observe(event(9.00, kind="prefill", emitted=(a,)))
     metrics.observe(event(9.04, decode_tokens=1, emitted=(a,)))
-    itl = metrics.snapshot().window_latencies.itl
+    itl = metrics.window_latencies().itl
     assert itl is not None
     # 20 ms once, 500 ms for the two that decode after the stall, 40 ms after the idle time
     assert (itl.count, itl.mean) == (4, pytest.approx((20 + 500 + 500 + 40) / 4))
@@ -310,9 +314,21 @@ def test_window_itl_counts_each_decoding_sequence_and_no_idle_time() -> None:
 def test_history_has_a_value_for_every_whole_second() -> None:
     metrics = Metrics(window_s=4)
     for at, tokens in (0.2, 5), (0.9, 5), (3.1, 7), (4.5, 100):
-        metrics.observe(event(at, decode_tokens=tokens))
-    assert metrics.snapshot().decode_history == (10.0, 0.0, 0.0, 7.0), "the second under way is left out"
-    assert metrics.snapshot(now=6.0).decode_history == (0.0, 7.0, 100.0, 0.0)
+        metrics.observe(event(at, decode_tokens=tokens, prefill_tokens=2 * tokens))
+    assert metrics.snapshot().decode_history == (10, 0, 0, 7), "the second under way is left out"
+    assert metrics.snapshot().prefill_history == (20, 0, 0, 14)
+    assert metrics.snapshot(now=6.0).decode_history == (0, 7, 100, 0)
+
+
+def test_without_the_sequences_the_sums_are_the_same_and_the_memory_is_bounded() -> None:
+    ended = (finished(0.2, 0.4), finished(0.1, reason="error"))
+    kept, bounded = Metrics((SLO("ttft", 150.0),)), Metrics((SLO("ttft", 150.0),), keep_sequences=False)
+    for metrics in (kept, bounded):
+        metrics.observe(event(1.0, finished=ended))
+    assert bounded.snapshot() == kept.snapshot()
+    assert bounded.window_latencies() == kept.window_latencies()
+    assert bounded.snapshot().goodput.attempted == 2
+    assert bounded.sequences == []
 
 
 def test_memory_of_the_window_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +336,7 @@ def test_memory_of_the_window_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     metrics = Metrics(window_s=5)
     for step in range(2000):
         metrics.observe(event(step * 0.01, decode_tokens=1))
-    itl = metrics.snapshot().window_latencies.itl
+    itl = metrics.window_latencies().itl
     assert itl is not None
     assert itl.count == 100
     assert len(metrics._seconds) <= 6

@@ -126,7 +126,9 @@ class Distribution:
     p99: float
 
 
-def distribution(values: Sequence[float] | Floats, weights: Sequence[int] | None = None) -> Distribution | None:
+def distribution(
+    values: Sequence[float] | Floats, weights: Sequence[int] | NDArray[np.int64] | None = None
+) -> Distribution | None:
     """Of `values`, each counted as often as its weight says; None if there are none."""
     data = np.asarray(values, dtype=np.float64)
     counts = np.ones(len(data), dtype=np.int64) if weights is None else np.asarray(weights, dtype=np.int64)

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
 
 import numpy as np
 
 from nanoinfer.engine.events import StepEvent
-from nanoinfer.engine.latency import SLO, SUCCESS, Distribution, SequenceMetrics, distribution
+from nanoinfer.engine.latency import SLO, SUCCESS, Distribution, Floats, SequenceMetrics, distribution
+from nanoinfer.engine.recorder import Recorder
 
-# The window's ITL is kept per step; this many steps bound its memory where a minute has more of them.
-MAX_WINDOW_STEPS = 16384
+# Rates of the moment are those of the last few seconds.
+RECENT_S = 10
+# The window's ITL is kept per step, other latencies per sequence; a minute that has more keeps the latest.
+MAX_WINDOW_STEPS, MAX_WINDOW_SEQUENCES = 16384, 4096
+
+# The latencies that a sequence has one value of, as SequenceMetrics calls them.
+_OF_SEQUENCE = ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms", "prefill_ms")
 
 _new_tokens = itemgetter(1)
 
@@ -110,7 +116,8 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """The state at `time`. `window` covers the last minute (less at the start), `run` all since the first step."""
+    """The state at `time`. `run` covers all since the first step, `window` the last minute, `recent` the last RECENT_S
+    seconds (both less at the start)."""
 
     time: float
     running: int
@@ -124,15 +131,19 @@ class MetricsSnapshot:
     peak_blocks_active: int
     run: Totals
     window: Totals
-    window_latencies: Latencies
-    decode_history: tuple[float, ...]  # decode tokens per second, one value per whole second of the window
+    recent: Totals
+    prefill_history: tuple[int, ...]  # prefill tokens in each whole second of the window
+    decode_history: tuple[int, ...]
     goodput: Goodput
 
 
 class Metrics:
-    """Accumulates step events. `slos` decide what counts as good; the window is `window_s` seconds long."""
+    """Accumulates step events. `slos` decide what counts as good; the window is `window_s` seconds long.
 
-    def __init__(self, slos: Sequence[SLO] = (), window_s: int = 60) -> None:
+    Without `keep_sequences` the memory does not grow with the run, and `sequences` and `run_latencies` stay empty.
+    """
+
+    def __init__(self, slos: Sequence[SLO] = (), window_s: int = 60, *, keep_sequences: bool = True) -> None:
         self.slos = tuple(slos)
         self.sequences: list[SequenceMetrics] = []
         """Every sequence that has ended, in order."""
@@ -144,8 +155,9 @@ class Metrics:
         self._last: StepEvent | None = None
         self._peak_blocks = 0
         self._seconds: deque[tuple[int, Totals]] = deque()  # whole second of the clock, sums of its steps
-        self._window_sequences: deque[tuple[float, SequenceMetrics]] = deque()
-        self._window_gaps: deque[tuple[float, float, int]] = deque(maxlen=MAX_WINDOW_STEPS)
+        self._keep_sequences = keep_sequences
+        self._window_sequences = Recorder(MAX_WINDOW_SEQUENCES, len(_OF_SEQUENCE))
+        self._window_gaps = Recorder(MAX_WINDOW_STEPS, 2)  # milliseconds, and how many sequences waited for them
         self._last_decode: float | None = None
         self._last_token: float | None = None
         self._reasons: dict[str, int] = {}
@@ -172,7 +184,7 @@ class Metrics:
         # from prefill, in the previous step with any token. Only a preemption makes a gap that this does not see.
         previous = self._last_decode if self._last_decode is not None else self._last_token
         if event.decode_tokens and previous is not None:
-            self._window_gaps.append((event.time, (event.time - previous) * 1e3, event.decode_tokens))
+            self._window_gaps.append(event.time, ((event.time - previous) * 1e3, event.decode_tokens))
         if event.emitted:
             self._last_token = event.time
         if event.decode_tokens:
@@ -181,8 +193,10 @@ class Metrics:
             self._last_decode = self._last_token = None
 
     def _observe_finished(self, time: float, sequence: SequenceMetrics) -> None:
-        self.sequences.append(sequence)
-        self._window_sequences.append((time, sequence))
+        if self._keep_sequences:
+            self.sequences.append(sequence)
+        if sequence.succeeded:
+            self._window_sequences.append(time, [getattr(sequence, name) for name in _OF_SEQUENCE])
         self._reasons[sequence.reason] = self._reasons.get(sequence.reason, 0) + 1
         met = [sequence.meets(slo) for slo in self.slos]
         self._good += sequence.succeeded and all(met)
@@ -193,27 +207,22 @@ class Metrics:
         begin = math.floor(now) - self._window_s
         while self._seconds and self._seconds[0][0] < begin:
             self._before_window.merge(self._seconds.popleft()[1])
-        while self._window_sequences and self._window_sequences[0][0] < begin:
-            self._window_sequences.popleft()
-        while self._window_gaps and self._window_gaps[0][0] < begin:
-            self._window_gaps.popleft()
 
     def snapshot(self, now: float | None = None) -> MetricsSnapshot:
-        """The figures at `now`, in seconds on the engine's clock; by default at the last event.
-
-        The window's TTFT, TPOT and E2E are those of the sequences that ended in it; its ITL is taken from the steps
-        and so covers running sequences as well.
-        """
-        last = self._last
-        now = now if now is not None else last.time if last is not None else 0.0
+        """The figures at `now`, in seconds on the engine's clock; by default at the last event."""
+        last, now = self._last, self._now(now)
         self._slide_window(now)
         elapsed = max(now - self._start, 0.0) if self._start is not None else 0.0
-        window, run = Totals(), Totals()
-        for _, totals in self._seconds:
-            window.merge(totals)
+        this_second = math.floor(now)
+        recent_s = min(RECENT_S, self._window_s)
+        recent, window, run = Totals(), Totals(), Totals()
+        for second, totals in self._seconds:
+            (recent if second >= this_second - recent_s else window).merge(totals)
+        window.merge(recent)
         run.merge(self._before_window)
         run.merge(window)
-        window.seconds = min(elapsed, now - math.floor(now) + self._window_s)
+        recent.seconds = min(elapsed, now - this_second + recent_s)
+        window.seconds = min(elapsed, now - this_second + self._window_s)
         run.seconds = elapsed
         failed = self._reasons.get("error", 0) + self.refused
         return MetricsSnapshot(
@@ -229,11 +238,12 @@ class Metrics:
             peak_blocks_active=self._peak_blocks,
             run=run,
             window=window,
-            window_latencies=self._window_latencies(),
-            decode_history=self._decode_history(math.floor(now)),
+            recent=recent,
+            prefill_history=self._history("prefill_tokens", this_second),
+            decode_history=self._history("decode_tokens", this_second),
             goodput=Goodput(
                 slos=self.slos,
-                attempted=len(self.sequences) + self.refused,
+                attempted=sum(self._reasons.values()) + self.refused,
                 good=self._good,
                 met=tuple(self._met),
                 per_second=self._good / elapsed if elapsed > 0 else 0.0,
@@ -244,32 +254,35 @@ class Metrics:
         """Exact distributions over the whole run; costs time proportional to the tokens, so for the end of a run."""
         sequences = [sequence for sequence in self.sequences if sequence.succeeded]
         gaps = np.concatenate([sequence.itl_ms for sequence in sequences]) if sequences else np.empty(0)
-        return _latencies(sequences, distribution(gaps))
+        values = {name: [getattr(sequence, name) for sequence in sequences] for name in _OF_SEQUENCE}
+        known = {
+            name: np.array([v for v in column if v is not None], dtype=np.float64) for name, column in values.items()
+        }
+        return _latencies(known, distribution(gaps))
 
-    def _window_latencies(self) -> Latencies:
-        gaps = [gap for _, gap, _ in self._window_gaps]
-        itl = distribution(gaps, [weight for _, _, weight in self._window_gaps])
-        return _latencies([sequence for _, sequence in self._window_sequences if sequence.succeeded], itl)
+    def window_latencies(self, now: float | None = None) -> Latencies:
+        """Distributions over the last minute before `now`; costs about a millisecond.
 
-    def _decode_history(self, this_second: int) -> tuple[float, ...]:
+        TTFT, TPOT and E2E are those of the sequences that ended in it and succeeded; ITL is taken from the steps and
+        so covers running sequences as well.
+        """
+        begin = math.floor(self._now(now)) - self._window_s
+        rows, gaps = self._window_sequences.since(begin), self._window_gaps.since(begin)
+        columns = {name: rows[:, i][~np.isnan(rows[:, i])] for i, name in enumerate(_OF_SEQUENCE)}
+        return _latencies(columns, distribution(gaps[:, 0], gaps[:, 1].astype(np.int64)))
+
+    def _now(self, now: float | None) -> float:
+        return now if now is not None else self._last.time if self._last is not None else 0.0
+
+    def _history(self, name: str, this_second: int) -> tuple[int, ...]:
         # The second that is not over yet would show as a dip.
         if self._start is None:
             return ()
         first = max(math.floor(self._start), this_second - self._window_s)
-        tokens = {second: totals.decode_tokens for second, totals in self._seconds}
-        return tuple(float(tokens.get(second, 0)) for second in range(first, this_second))
+        tokens = {second: getattr(totals, name) for second, totals in self._seconds}
+        return tuple(tokens.get(second, 0) for second in range(first, this_second))
 
 
-def _latencies(sequences: Sequence[SequenceMetrics], itl: Distribution | None) -> Latencies:
-    def of(name: str) -> Distribution | None:
-        values = [getattr(sequence, name) for sequence in sequences]
-        return distribution([value for value in values if value is not None])
-
-    return Latencies(
-        ttft=of("ttft_ms"),
-        tpot=of("tpot_ms"),
-        itl=itl,
-        e2e=of("e2e_ms"),
-        queue=of("queue_ms"),
-        prefill=of("prefill_ms"),
-    )
+def _latencies(values: Mapping[str, Floats], itl: Distribution | None) -> Latencies:
+    """Distributions of the values under the names in _OF_SEQUENCE."""
+    return Latencies(itl=itl, **{name.removesuffix("_ms"): distribution(values[name]) for name in _OF_SEQUENCE})
