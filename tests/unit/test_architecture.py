@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "runner": {
         "runner", "models", "layers", "attention", "kernels", "errors", "config", "engine.batch", "engine.info",
     },
-    "ui": {"ui", "engine.events", "engine.metrics", "engine.info", "errors"},
+    "ui": {"ui", "engine.events", "engine.metrics", "engine.latency", "engine.info", "errors"},
     "llm": {"engine", "runner", "loading", "config", "errors", "models.config"},
     "cli": {
         "cli", "ui", "config", "errors", "models.config", "runner.memory", "loading", "llm",

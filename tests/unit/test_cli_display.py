@@ -34,18 +34,18 @@ def step(time: float, emitted: dict[str, int], *ended: FinishedSequence, prefill
 
 def test_the_estimate_is_exact_where_all_run_to_their_limit() -> None:
     progress = TokenProgress(3, 20.0)
-    assert progress.remaining_tokens() == 60
+    assert progress.remaining_tokens(0) == 60
     progress.observe(step(1.0, {"a": 10, "b": 10, "c": 10}))
-    assert progress.remaining_tokens() == 30
+    assert progress.remaining_tokens(30) == 30
     progress.observe(step(2.0, {"a": 5}, finished("a", 15, "length")))
-    assert progress.remaining_tokens() == 25
+    assert progress.remaining_tokens(35) == 25
 
 
 def test_without_limits_nothing_is_known_until_something_finishes() -> None:
     progress = TokenProgress(2, 0.0)
-    assert progress.eta_seconds(10.0) is None
+    assert progress.eta_seconds(0, 10.0) is None
     progress.observe(step(1.0, {"a": 10, "b": 10}, finished("a", 10)))
-    assert progress.eta_seconds(10.0) == pytest.approx(2.0)
+    assert progress.eta_seconds(20, 10.0) == pytest.approx(2.0)
 
 
 def test_short_answers_that_finish_first_do_not_make_the_estimate_short() -> None:
@@ -58,7 +58,7 @@ def test_short_answers_that_finish_first_do_not_make_the_estimate_short() -> Non
         progress = TokenProgress(12, 1000.0)
         ended = [finished(str(i), n) for i, n in enumerate(lengths) if n == first]
         progress.observe(step(1.0, {str(i): first for i in range(12)}, *ended))
-        estimates.append(progress.remaining_tokens() or 0.0)
+        estimates.append(progress.remaining_tokens(12 * first) or 0.0)
         truths.append(sum(lengths) - 12 * first)
     # The first end alone says little; what counts is that the median estimate has the right size.
     estimates.sort()
@@ -68,7 +68,7 @@ def test_short_answers_that_finish_first_do_not_make_the_estimate_short() -> Non
 def test_a_run_that_is_over_has_nothing_left() -> None:
     progress = TokenProgress(1, 20.0)
     progress.observe(step(1.0, {"a": 3}, finished("a", 3)))
-    assert progress.eta_seconds(5.0) == 0
+    assert progress.eta_seconds(3, 5.0) == 0
 
 
 def test_the_line_says_what_happens() -> None:

@@ -57,7 +57,7 @@ class RunDisplay:
             return
         self._due = now + self._interval
         snapshot = self._metrics.snapshot(now)
-        eta = self._progress.eta_seconds(snapshot.window.output_tokens_per_s)
+        eta = self._progress.eta_seconds(snapshot.run.output_tokens, snapshot.recent.output_tokens_per_s)
         line = status_line(snapshot, done, failed, self._total_requests, eta)
         if self._ui == "live":
             self._console.status(line)
