@@ -17,12 +17,19 @@ from nanoinfer.engine.block_manager import BlockManager
 from nanoinfer.engine.chat_template import check_messages
 from nanoinfer.engine.detokenizer import IncrementalDetokenizer
 from nanoinfer.engine.engine import LLMEngine
-from nanoinfer.engine.info import EngineInfo
+from nanoinfer.engine.info import DeviceLimits, EngineInfo
 from nanoinfer.engine.outputs import OutputDelta, RequestOutput
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.errors import EngineError, RequestError
+from nanoinfer.models.config import ModelConfig, RopeConfig
 
 EOS, VOCAB = 256, 257
+
+# A shape to do arithmetic with: 32 bytes of KV a token.
+MODEL = ModelConfig(
+    architecture="Fake", vocab_size=VOCAB, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=4,
+    num_kv_heads=2, head_dim=2, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e4), max_position_embeddings=2048,
+)  # fmt: skip
 
 Reply = Callable[[str], str]
 
@@ -134,6 +141,7 @@ class FakeLLM:
             clock=time.perf_counter,
         )
         self.events = self.engine.events
+        self.model_config = MODEL
         self.info = EngineInfo(
             model="fake",
             model_reason="fake: chosen by the test",
@@ -146,7 +154,7 @@ class FakeLLM:
             tensor_parallel_size=config.tensor_parallel_size,
             block_size=block_size,
             num_blocks=num_blocks,
-            kv_bytes=num_blocks * block_size * 8,
+            kv_bytes=num_blocks * block_size * 32,
             weight_bytes=1000,
             vocab_size=VOCAB,
             max_model_len=max_model_len,
@@ -204,6 +212,9 @@ class FakeLLM:
     def reset_prefix_cache(self) -> None:
         self.resets += 1
         self.engine.reset_prefix_cache()
+
+    def measure_device(self) -> DeviceLimits:
+        return DeviceLimits(name="Fake CPU", memory_bytes=1 << 30, threads=2, copy_bytes_per_s=1e9, flops_per_s=1e10)
 
     def close(self) -> None:
         self.closed = True

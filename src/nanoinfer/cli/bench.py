@@ -8,19 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from nanoinfer.cli.bench_options import BenchOptions
+from nanoinfer.cli.bench_options import BenchOptions, OutputFormat
 from nanoinfer.cli.help import PanelCommand
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig
+from nanoinfer.errors import UserError
 
 _SLO = re.compile(r"[a-z0-9_]+:[0-9.]+")
+_LEVELS = re.compile(r"auto|([a-z]+:)?[0-9.]+(,[0-9.]+)*")
 
 
 class BenchCommand(PanelCommand):
-    """Reads `--goodput ttft:200 tpot:50` as one option, although a second word would be the model."""
+    """Reads `--goodput ttft:200 tpot:50` as one option, although a second word would be the model, and a bare `--sweep`
+    as `--sweep auto`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return list(super().parse_args(ctx, join_goodput(args)))
+        return list(super().parse_args(ctx, complete_sweep(join_goodput(args))))
 
 
 def join_goodput(arguments: list[str]) -> list[str]:
@@ -43,6 +46,16 @@ def join_goodput(arguments: list[str]) -> list[str]:
     return ["--goodput", " ".join(words), *joined] if words else joined if not collecting else arguments
 
 
+def complete_sweep(arguments: list[str]) -> list[str]:
+    """The arguments with `auto` behind a --sweep that no levels follow."""
+    completed = []
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        completed.append(argument)
+        if argument == "--sweep" and not _LEVELS.fullmatch(following):
+            completed.append("auto")
+    return completed
+
+
 def bench(
     session: Session,
     engine: EngineConfig,
@@ -51,12 +64,21 @@ def bench(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the result as JSON, too.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
+    format: Annotated[
+        OutputFormat | None, typer.Option("--format", help="What is printed.  [default: table]", show_default=False)
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", metavar="FILE", help="Hold the result against an earlier one.")
+    ] = None,
 ) -> int:
     """Measure throughput and latencies.
 
     Without a model: the Qwen3-0.6B shape with random weights on a GPU, the small built-in model on a CPU. Outputs
     always have the full length (ignore_eos). Saved results have the keys of vLLM's benchmarks.
     """
-    from nanoinfer.cli.bench_run import run_bench
+    from nanoinfer.cli.bench_run import Report, run_bench
 
-    return run_bench(session, engine, options, output, overwrite=overwrite)
+    if session.display.json and format not in (None, "json"):
+        raise UserError(f"--json and --format {format} contradict each other; give one of them.")
+    shown: OutputFormat = "json" if session.display.json else format or "table"
+    return run_bench(session, engine, options, Report(shown, output, overwrite, compare))

@@ -2,7 +2,9 @@
 
 # Annotations are evaluated here, not kept as strings: compiling them again from text would double the start-up time.
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -12,8 +14,9 @@ from nanoinfer.errors import UserError
 
 WORKLOAD, LOAD = "Workload", "Load and measurement"
 
-Dataset = Literal["random", "prefix-repetition"]
+Dataset = Literal["random", "prefix-repetition", "sharegpt", "custom", "trace"]
 Preset = Literal["nano-vllm"]
+OutputFormat = Literal["table", "md", "json", "csv"]
 
 
 def parse_length(value: str | int) -> LengthRange:
@@ -34,10 +37,37 @@ def parse_warmup(value: str | int) -> int | None:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Levels to measure one after the other; None is every power of two up to what the engine runs at a time."""
+
+    over: Literal["concurrency", "rate"]
+    levels: tuple[float, ...] | None
+
+
+def parse_sweep(value: str) -> Sweep:
+    """`auto`, `1,2,4` (requests under way) or `rate:0.5,1,2` (arrivals per second)."""
+    if value == "auto":
+        return Sweep("concurrency", None)
+    kind, colon, numbers = value.rpartition(":")
+    try:
+        levels = tuple(sorted({float(number) for number in numbers.split(",")}))
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is not a sweep; write 1,2,4,8 or rate:0.5,1,2 or auto") from None
+    if colon and kind not in ("rate", "concurrency"):
+        raise typer.BadParameter(f"{kind!r} cannot be swept; concurrency and rate can")
+    over: Literal["concurrency", "rate"] = "rate" if kind == "rate" else "concurrency"
+    whole = over == "rate" or all(level.is_integer() for level in levels)
+    if not whole or not all(0 < level < math.inf for level in levels):
+        raise typer.BadParameter(f"{value!r}: the levels must be above 0, and whole for concurrency")
+    return Sweep(over, levels)
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """The options as given; None is decided when the device is known."""
 
     dataset: Dataset
+    dataset_path: Path | None
     preset: Preset | None
     num_prompts: int | None
     input_len: LengthRange | None
@@ -47,6 +77,7 @@ class BenchOptions:
     request_rate: float
     burstiness: float
     max_concurrency: int | None
+    sweep: Sweep | None
     warmup: int | None
     repeat: int
     temperature: float | None
@@ -67,8 +98,26 @@ class BenchOptions:
             raise UserError("--slo-attainment needs limits to attain; add --goodput ttft:200 tpot:50, for example.")
         if self.slo_attainment is not None and not 0 < self.slo_attainment <= 1:
             raise UserError(f"--slo-attainment is {self.slo_attainment}; it must be above 0 and at most 1.")
-        if self.preset is not None and (self.input_len or self.output_len or self.prefix_len is not None):
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        lengths = self.input_len or self.prefix_len is not None
+        from_file = self.dataset in ("sharegpt", "custom", "trace")
+        if self.preset is not None and (lengths or self.output_len):
             raise UserError("--preset fixes the lengths; leave --input-len, --output-len and --prefix-len out.")
+        if self.preset is not None and self.dataset != "random":
+            raise UserError("--preset is a workload of its own; leave --dataset out.")
+        if from_file and self.dataset_path is None:
+            raise UserError(f"--dataset {self.dataset} needs the file: add --dataset-path FILE.")
+        if not from_file and self.dataset_path is not None:
+            raise UserError("--dataset-path belongs to --dataset sharegpt, custom or trace; add one of them.")
+        if from_file and (lengths or (self.dataset == "trace" and self.output_len)):
+            raise UserError(f"the lengths of --dataset {self.dataset} come from its file; leave the options out.")
+        rate_is_set = not math.isinf(self.request_rate)
+        if self.dataset == "trace" and (rate_is_set or (self.sweep and self.sweep.over == "rate")):
+            raise UserError("a trace has its own arrival times; leave --request-rate and rate sweeps out.")
+        if self.sweep and (self.max_concurrency is not None or (self.sweep.over == "rate" and rate_is_set)):
+            raise UserError("--sweep sets the load itself; leave --max-concurrency and --request-rate out.")
 
 
 def _workload(*names: str, help: str, **more: Any) -> Any:
@@ -80,7 +129,13 @@ def _load(*names: str, help: str, **more: Any) -> Any:
 
 
 def bench_options(
-    dataset: Annotated[Dataset, _workload("--dataset", help="Kind of prompts; token ids are random.")] = "random",
+    dataset: Annotated[
+        Dataset, _workload("--dataset", help="Where prompts, lengths and arrivals come from.")
+    ] = "random",
+    dataset_path: Annotated[
+        Path | None,
+        _workload("--dataset-path", metavar="FILE", help="ShareGPT's JSON, custom JSONL or a JSONL trace."),
+    ] = None,
     preset: Annotated[Preset | None, _workload("--preset", help="A workload with published figures.")] = None,
     num_prompts: Annotated[
         int | None, _workload("--num-prompts", metavar="N", help="Requests.  [default: 256; 32 on a CPU]")
@@ -119,6 +174,15 @@ def bench_options(
     max_concurrency: Annotated[
         int | None, _load("--max-concurrency", metavar="N", help="Requests under way at the same time.")
     ] = None,
+    sweep: Annotated[
+        Sweep | None,
+        _load(
+            "--sweep",
+            parser=parse_sweep,
+            metavar="LEVELS",
+            help="Measure 1,2,4 requests under way (or auto, or rate:1,2,4).",
+        ),
+    ] = None,
     warmup: Annotated[
         int | None,
         _load("--warmup", parser=parse_warmup, metavar="N|auto", help="Requests before, of another seed; not counted."),
@@ -133,6 +197,7 @@ def bench_options(
 ) -> BenchOptions:
     return BenchOptions(
         dataset=dataset,
+        dataset_path=dataset_path,
         preset=preset,
         num_prompts=num_prompts,
         input_len=input_len,
@@ -142,6 +207,7 @@ def bench_options(
         request_rate=request_rate,
         burstiness=burstiness,
         max_concurrency=max_concurrency,
+        sweep=sweep,
         warmup=warmup,
         repeat=repeat,
         temperature=temperature,

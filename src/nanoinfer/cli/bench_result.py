@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer.cli.bench_roofline import StepCost, achieved, with_limits
+from nanoinfer.cli.bench_steps import Phase, StepLog
 from nanoinfer.cli.load_driver import LoadResult
 from nanoinfer.cli.version import environment
 
 if TYPE_CHECKING:
-    from nanoinfer.engine.info import EngineInfo
+    from nanoinfer.engine.info import DeviceLimits, EngineInfo
     from nanoinfer.engine.latency import Distribution
     from nanoinfer.engine.metrics import Metrics
 
@@ -23,7 +25,7 @@ LATENCIES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2el": "e2e", "queue
 Result = dict[str, Any]
 
 
-def run_result(metrics: Metrics, load: LoadResult) -> Result:
+def run_result(metrics: Metrics, load: LoadResult, log: StepLog, cost: StepCost) -> Result:
     """One run's figures. Throughputs are per second of `duration`; latencies in milliseconds, over successes."""
     snapshot, seconds = metrics.snapshot(), load.seconds
     done = [sequence for sequence in metrics.sequences if sequence.succeeded]
@@ -61,7 +63,26 @@ def run_result(metrics: Metrics, load: LoadResult) -> Result:
     result["steps"] = snapshot.run.steps
     result["mean_schedule_ms"] = snapshot.run.schedule_ms / max(snapshot.run.steps, 1)
     result["mean_step_ms"] = snapshot.run.step_ms / max(snapshot.run.steps, 1)
+    result["mean_device_ms"] = snapshot.run.device_ms / max(snapshot.run.steps, 1)
+    steady = log.steady_state()
+    result["steady_state"] = asdict(steady) | {"output_throughput": steady.output_throughput} if steady else None
+    result["phases"] = {kind: _phase(phase) for kind, phase in sorted(log.phases.items())}
+    result["roofline"] = achieved(cost, log.phases)
     return result
+
+
+def _phase(phase: Phase) -> Result:
+    seconds = phase.seconds or math.inf  # a clock that does not move gives no rates
+    return {
+        "steps": phase.steps,
+        "seconds": phase.seconds,
+        "mean_step_ms": phase.seconds * 1e3 / phase.steps,
+        "mean_device_ms": phase.device_seconds * 1e3 / phase.steps,
+        "prefill_tokens": phase.prefill_tokens,
+        "decode_tokens": phase.decode_tokens,
+        "prefill_tokens_per_s": phase.prefill_tokens / seconds,
+        "decode_tokens_per_s": phase.decode_tokens / seconds,
+    }
 
 
 def _values(metrics: Metrics, name: str) -> list[float]:
@@ -85,18 +106,38 @@ def combine(runs: Sequence[Result]) -> Result:
     """Several runs as one result: the mean of every number, with `std` beside it and the runs themselves below."""
     if len(runs) == 1:
         return dict(runs[0])
-    numeric = [key for key, value in runs[0].items() if isinstance(value, int | float) and not isinstance(value, bool)]
-    combined = dict(runs[0])
-    deviations = {}
-    for key in numeric:
-        values = [run[key] for run in runs if run[key] is not None]
-        combined[key] = statistics.fmean(values)
-        deviations[key] = statistics.stdev(values) if len(values) > 1 else 0.0
-    return {**combined, "std": deviations, "repeats": list(runs)}
+    deviations = {
+        key: statistics.stdev(found) if len(found := _numbers(runs, key)) > 1 else 0.0
+        for key in runs[0]
+        if _numbers(runs, key)
+    }
+    mean: Result = _mean(list(runs))
+    return {**mean, "std": deviations, "repeats": list(runs)}
 
 
-def describe(info: EngineInfo, workload: Result, request_rate: float, burstiness: float, limit: int | None) -> Result:
-    """What was measured, where and with which settings: the part of a result that comes before its figures."""
+def _numbers(runs: Sequence[Result], key: str) -> list[float]:
+    return [run[key] for run in runs if _is_number(run.get(key))]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _mean(values: list[Any]) -> Any:
+    """The mean of numbers; of objects, key by key; of anything else the first. What a run lacks does not count."""
+    known = [value for value in values if value is not None]
+    if known and all(isinstance(value, dict) for value in known):
+        keys = dict.fromkeys(key for value in known for key in value)
+        return {key: _mean([value.get(key) for value in known]) for key in keys}
+    if known and all(_is_number(value) for value in known):
+        first = known[0]
+        # Counts that never change stay whole numbers.
+        return first if all(value == first for value in known) else statistics.fmean(known)
+    return known[0] if known else None
+
+
+def describe(info: EngineInfo, workload: Result, burstiness: float) -> Result:
+    """What was measured, where and with which settings; the load comes beside it."""
     return {
         "schema_version": SCHEMA_VERSION,
         "date": time.strftime("%Y%m%d-%H%M%S"),
@@ -104,9 +145,12 @@ def describe(info: EngineInfo, workload: Result, request_rate: float, burstiness
         "model_id": info.model,
         "tokenizer_id": info.model,
         **workload,
-        "request_rate": "inf" if math.isinf(request_rate) else request_rate,
         "burstiness": burstiness,
-        "max_concurrency": limit,
         "engine": asdict(info),
         "env": environment(),
     }
+
+
+def against_limits(result: Result, limits: DeviceLimits) -> Result:
+    """The result with the device's measured limits, and what fraction of them its steps reached."""
+    return {**result, "device": asdict(limits), "roofline": with_limits(result["roofline"], limits)}

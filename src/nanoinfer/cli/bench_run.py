@@ -1,45 +1,68 @@
-"""What `nanoinfer bench` does: choose what to measure, warm up, run the workload, report."""
+"""What `nanoinfer bench` does: choose what to measure, run it, report."""
 
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from nanoinfer.cli.bench_options import BenchOptions
-from nanoinfer.cli.bench_result import Result, combine, describe, run_result
+from nanoinfer.cli.bench_compare import compare, comparison_lines, other_settings, read_result, refuse_other_work
+from nanoinfer.cli.bench_formats import as_csv, as_markdown
+from nanoinfer.cli.bench_measure import Bench, Load
+from nanoinfer.cli.bench_options import BenchOptions, OutputFormat
+from nanoinfer.cli.bench_result import Result, against_limits, describe
+from nanoinfer.cli.bench_sweep import best_within_limits, level_of, sweep_loads
 from nanoinfer.cli.bench_view import as_table
-from nanoinfer.cli.bench_workload import Workload
+from nanoinfer.cli.bench_workload import Workload, digest, pace, read_dataset
 from nanoinfer.cli.command import FAILED_REQUESTS, OK, SLO_MISSED
-from nanoinfer.cli.load_driver import LoadDriver
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.results_file import open_results
 from nanoinfer.cli.session import Session
-from nanoinfer.cli.workloads import BenchRequest, check_fits
-from nanoinfer.config import EngineConfig, SamplingParams
-from nanoinfer.engine.latency import SLO, parse_slos
-from nanoinfer.engine.metrics import Metrics
-from nanoinfer.ui.plain import RunDisplay
-
-if TYPE_CHECKING:
-    from nanoinfer.llm import LLM
+from nanoinfer.cli.workloads import check_fits
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.latency import parse_slos
+from nanoinfer.errors import UserError
 
 BUILTIN_MODEL, BUILTIN_HEADS = "smollm2", 9
-WARMUP_OUTPUT_TOKENS = 16
-WARMUP_SEED_OFFSET = 1_000_003
 
 
-def run_bench(
-    session: Session, engine: EngineConfig, options: BenchOptions, output: Path | None, *, overwrite: bool
-) -> int:
+@dataclass(frozen=True)
+class Report:
+    """What becomes of the result: printed in `format`, kept in `output`, held against the file `compare`."""
+
+    format: OutputFormat
+    output: Path | None
+    overwrite: bool
+    compare: Path | None
+
+
+def run_bench(session: Session, engine: EngineConfig, options: BenchOptions, report: Report) -> int:
     """Returns the exit code: 4 if fewer requests than asked for kept their limits."""
+    if report.compare is not None and options.sweep is not None:
+        raise UserError("--compare holds one result against another; leave --sweep out.")
+    earlier = read_result(report.compare) if report.compare is not None else None
+    sources = [path for path in (options.dataset_path, report.compare) if path is not None]
     slos = parse_slos(options.goodput.replace(",", " "))
+    entries = read_dataset(options)
     monitor = Monitor(session)
-    sink = open_results(output, order="completion", overwrite=overwrite, inputs=[]) if output is not None else None
+    path, overwrite = report.output, report.overwrite
+    sink = open_results(path, order="completion", overwrite=overwrite, inputs=sources) if path is not None else None
     try:
-        result = _measure(session, default_model(engine), options, slos, monitor)
+        with session.engine(default_model(engine)) as llm, monitor.watching(llm):
+            on_gpu, vocab_size = llm.info.device != "cpu", llm.info.vocab_size
+
+            def encode(prompt: Any) -> list[int]:
+                return list(llm.encode(prompt)[1])
+
+            workload = Workload.decide(options, entries, encode, on_gpu=on_gpu, vocab_size=vocab_size)
+            bench = Bench(session, llm, workload, options, slos, monitor, engine.seed)
+            if options.sweep is not None:
+                result = _sweep(bench)
+            else:
+                result = _single(bench, earlier, report.compare)
         if sink is not None:
             sink.write(0, (json.dumps(result, indent=2) + "\n").encode())
             sink.finish()
@@ -47,14 +70,8 @@ def run_bench(
         if sink is not None:
             sink.abandon()
         raise
-    _print(session, result)
-    attained = result.get("slo_attainment")
-    if options.slo_attainment is not None and (attained or 0.0) < options.slo_attainment:
-        session.console.error(
-            f"{100 * (attained or 0):.1f}% kept the limits, fewer than {100 * options.slo_attainment:g}%."
-        )
-        return SLO_MISSED
-    return FAILED_REQUESTS if result["failed"] else OK
+    _print(result, report)
+    return _exit_code(session, result, options.slo_attainment)
 
 
 def default_model(engine: EngineConfig) -> EngineConfig:
@@ -74,81 +91,95 @@ def _on_gpu(device: str) -> bool:
     return torch.cuda.is_available()
 
 
-def _measure(
-    session: Session, engine: EngineConfig, options: BenchOptions, slos: tuple[SLO, ...], monitor: Monitor
-) -> Result:
-    with session.engine(engine) as llm, monitor.watching(llm):
-        on_gpu = llm.info.device != "cpu"
-        workload = Workload.decide(options, on_gpu=on_gpu, vocab_size=llm.info.vocab_size)
-        requests = workload.requests(engine.seed)
-        check_fits(requests, llm.info.max_model_len)
-        sampling = SamplingParams(temperature=workload.temperature, ignore_eos=True)
-        session.console.say(f"workload: {workload}")
-        _warm_up(session, llm, workload, sampling, engine.seed, monitor, on_gpu=on_gpu)
-        runs = []
-        for number in range(options.repeat):
-            llm.reset_prefix_cache()
-            runs.append(_run_once(session, llm, requests, sampling, options, slos, monitor))
-            if options.repeat > 1:
-                session.console.say(f"run {number + 1}: {runs[-1]['output_throughput']:.2f} output tok/s")
-        what = {"workload": str(workload), "num_prompts": workload.num_prompts, "seed": engine.seed}
-        described = describe(llm.info, what, options.request_rate, options.burstiness, options.max_concurrency)
-        return described | combine(runs)
+def _single(bench: Bench, earlier: Result | None, compared: Path | None) -> Result:
+    """One load, --repeat times; refused before it starts if it is not the work that `earlier` did."""
+    options = bench.options
+    load = Load(bench.workload.num_prompts, options.request_rate, options.max_concurrency)
+    requests = bench.workload.requests(bench.seed, load.count, load.rate)
+    check_fits(requests, bench.llm.info.max_model_len)
+    described = _described(bench, load) | {"requests_sha256": digest(requests)}
+    if earlier is not None and compared is not None:
+        limits = {slo.metric: slo.limit_ms for slo in bench.slos} or None
+        refuse_other_work(earlier, {**described, **({"goodput_slos_ms": limits} if limits else {})}, compared)
+    console = bench.session.console
+    console.say(f"workload: {described['workload']}")
+    bench.warm_up()
+    measured = bench.measure(requests, load, _say_run(bench, "run"))
+    result = against_limits({**described, **measured}, bench.llm.measure_device())
+    if earlier is not None:
+        settings = other_settings(earlier, result)
+        result["compared"] = {"file": str(compared), "settings": settings, "figures": compare(earlier, result)}
+    return result
 
 
-def _warm_up(
-    session: Session,
-    llm: LLM,
-    workload: Workload,
-    sampling: SamplingParams,
-    seed: int,
-    monitor: Monitor,
-    *,
-    on_gpu: bool,
-) -> None:
-    """Compile, capture and tune on other prompts; what they leave in the prefix cache is forgotten before a run."""
-    count = workload.options.warmup
-    if count is None:
-        count = min(workload.num_prompts, llm.info.max_num_seqs) if on_gpu else 1
-    if not count:
-        return
-    session.console.status(f"warming up with {count} requests ...")
-    requests = [
-        BenchRequest(request.token_ids, min(request.output_tokens, WARMUP_OUTPUT_TOKENS))
-        for request in workload.requests(seed + WARMUP_SEED_OFFSET, count)
-    ]
-    LoadDriver(llm, requests, sampling).run(session.interrupts, monitor.tick)
+def _sweep(bench: Bench) -> Result:
+    """One load after the other, the lightest first; every one starts with a cold cache."""
+    sweep, workload = bench.options.sweep, bench.workload
+    assert sweep is not None
+    loads = sweep_loads(sweep, workload.num_prompts, bench.llm.info.max_num_seqs)
+    drawn = [workload.requests(bench.seed, load.count, load.rate) for load in loads]
+    for requests in drawn:
+        check_fits(requests, bench.llm.info.max_model_len)
+    described = _described(bench, None)
+    bench.session.console.say(f"workload: {described['workload']}, at {len(loads)} levels of {sweep.over}")
+    bench.warm_up()
+    points = []
+    for load, requests in zip(loads, drawn, strict=True):
+        point = _load_facts(load) | {"requests_sha256": digest(requests)}
+        point["workload"] = f"{replace(workload, num_prompts=load.count)}, {pace(load.rate, load.max_concurrency)}"
+        name = f"{level_of(point, sweep.over)} {'at once' if sweep.over == 'concurrency' else 'req/s'}"
+        points.append(point | bench.measure(requests, load, _say_run(bench, name)))
+    limits = bench.llm.measure_device()
+    points = [against_limits(point, limits) for point in points]
+    summary: Result = {"over": sweep.over, "points": points}
+    if bench.slos:
+        summary["attainment"] = bench.options.slo_attainment or 1.0
+        best = best_within_limits(points, summary["attainment"])
+        summary["best_within_limits"] = None if best is None else points.index(best)
+    return {**described, "device": points[0]["device"], "sweep": summary}
 
 
-def _run_once(
-    session: Session,
-    llm: LLM,
-    requests: list[BenchRequest],
-    sampling: SamplingParams,
-    options: BenchOptions,
-    slos: tuple[SLO, ...],
-    monitor: Monitor,
-) -> Result:
-    """One measured run with metrics of its own."""
-    metrics = Metrics(slos)
-    display = RunDisplay(session.console, session.display.ui, session.services.clock, metrics)
-    mean_output = sum(request.output_tokens for request in requests) / len(requests)
-    display.expect(len(requests), len(requests), mean_output)
-    driver = LoadDriver(
-        llm,
-        requests,
-        sampling,
-        max_concurrency=options.max_concurrency,
-        clock=session.services.clock,
-        sleep=time.sleep,
+def _described(bench: Bench, load: Load | None) -> Result:
+    """The part of a result before its figures; without the load where a sweep has one for each point."""
+    workload = bench.workload
+    text = str(workload) if load is None else f"{workload}, {pace(load.rate, load.max_concurrency)}"
+    what = {"workload": text, **workload.facts(), "seed": bench.seed}
+    described = describe(bench.llm.info, what, bench.options.burstiness)
+    return described if load is None else {**described, **_load_facts(load)}
+
+
+def _load_facts(load: Load) -> Result:
+    rate = "inf" if math.isinf(load.rate) else load.rate
+    return {"num_prompts": load.count, "request_rate": rate, "max_concurrency": load.max_concurrency}
+
+
+def _say_run(bench: Bench, name: str) -> Callable[[int, Result], None]:
+    """A line per run, where there is more than one."""
+    many = bench.options.repeat > 1
+    if not many and bench.options.sweep is None:
+        return lambda number, run: None
+    return lambda number, run: bench.session.console.say(
+        f"{name}{f' {number + 1}' if many else ''}: {run['output_throughput']:.2f} output tok/s"
     )
-    with monitor.also(lambda event: metrics.observe(driver.observed(event)), display.observe):
-        monitor.after_tick = lambda: display.show(driver.done, 0)
-        load = driver.run(session.interrupts, monitor.tick)
-        monitor.after_tick = lambda: None
-    session.console.clear_status()
-    return run_result(metrics, load)
 
 
-def _print(session: Session, result: Result) -> None:
-    print(json.dumps(result, indent=2) if session.display.json else as_table(result))
+def _print(result: Result, report: Report) -> None:
+    if report.format == "json":
+        print(json.dumps(result, indent=2))
+        return
+    print({"table": as_table, "md": as_markdown, "csv": as_csv}[report.format](result))
+    compared = result.get("compared")
+    if compared is not None and report.format != "csv":
+        lines = comparison_lines(compared["figures"], compared["settings"], Path(compared["file"]))
+        print("\n" + "\n".join(["```", *lines, "```"] if report.format == "md" else lines))
+
+
+def _exit_code(session: Session, result: Result, wanted: float | None) -> int:
+    """4 if the limits were not kept by as many as `wanted` (at no level of a sweep), 3 if requests failed."""
+    points = result["sweep"]["points"] if "sweep" in result else [result]
+    if wanted is not None:
+        attained = max(point["slo_attainment"] or 0.0 for point in points)
+        if attained < wanted:
+            session.console.error(f"{100 * attained:.1f}% kept the limits, fewer than {100 * wanted:g}%.")
+            return SLO_MISSED
+    return FAILED_REQUESTS if any(point["failed"] for point in points) else OK

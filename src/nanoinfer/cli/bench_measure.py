@@ -1,0 +1,103 @@
+"""Measures one engine: warm-up, then each load as often as asked, every run on a cold prefix cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanoinfer.cli.bench_options import BenchOptions
+from nanoinfer.cli.bench_result import Result, combine, run_result
+from nanoinfer.cli.bench_roofline import StepCost
+from nanoinfer.cli.bench_steps import StepLog
+from nanoinfer.cli.bench_workload import Workload
+from nanoinfer.cli.load_driver import LoadDriver
+from nanoinfer.cli.monitor import Monitor
+from nanoinfer.cli.session import Session
+from nanoinfer.cli.workloads import BenchRequest
+from nanoinfer.config import SamplingParams
+from nanoinfer.engine.latency import SLO
+from nanoinfer.engine.metrics import Metrics
+from nanoinfer.ui.plain import RunDisplay
+
+if TYPE_CHECKING:
+    from nanoinfer.llm import LLM
+
+WARMUP_OUTPUT_TOKENS = 16
+WARMUP_SEED_OFFSET = 1_000_003
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a workload is sent: `count` requests at `rate` a second, at most `max_concurrency` under way."""
+
+    count: int
+    rate: float
+    max_concurrency: int | None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """An engine, the workload for it, and who watches."""
+
+    session: Session
+    llm: LLM
+    workload: Workload
+    options: BenchOptions
+    slos: tuple[SLO, ...]
+    monitor: Monitor
+    seed: int
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(temperature=self.workload.temperature, ignore_eos=True)
+
+    def warm_up(self) -> None:
+        """Compile, capture and tune on other prompts; what they leave in the prefix cache is forgotten before a run."""
+        count = self.options.warmup
+        if count is None:
+            on_gpu = self.llm.info.device != "cpu"
+            count = min(self.workload.num_prompts, self.llm.info.max_num_seqs) if on_gpu else 1
+        if not count:
+            return
+        self.session.console.status(f"warming up with {count} requests ...")
+        if self.workload.entries:
+            count = min(count, self.workload.num_prompts)  # a file does not have more
+        requests = [
+            BenchRequest(request.token_ids, min(request.output_tokens, WARMUP_OUTPUT_TOKENS))
+            for request in self.workload.requests(self.seed + WARMUP_SEED_OFFSET, count)
+        ]
+        LoadDriver(self.llm, requests, self.sampling).run(self.session.interrupts, self.monitor.tick)
+
+    def measure(self, requests: list[BenchRequest], load: Load, say: Callable[[int, Result], None]) -> Result:
+        """`load` --repeat times, each on a cold cache; `say` hears of every run."""
+        runs = []
+        for number in range(self.options.repeat):
+            self.llm.reset_prefix_cache()
+            runs.append(self._run_once(requests, load))
+            say(number, runs[-1])
+        return combine(runs)
+
+    def _run_once(self, requests: list[BenchRequest], load: Load) -> Result:
+        """One measured run with metrics of its own."""
+        session, info = self.session, self.llm.info
+        metrics, log = Metrics(self.slos), StepLog()
+        display = RunDisplay(session.console, session.display.ui, session.services.clock, metrics)
+        mean_output = sum(request.output_tokens for request in requests) / len(requests)
+        display.expect(len(requests), len(requests), mean_output)
+        driver = LoadDriver(
+            self.llm,
+            requests,
+            self.sampling,
+            max_concurrency=load.max_concurrency,
+            clock=session.services.clock,
+            sleep=time.sleep,
+        )
+        with self.monitor.also(lambda event: metrics.observe(driver.observed(event)), log.observe, display.observe):
+            self.monitor.after_tick = lambda: display.show(driver.done, 0)
+            sent = driver.run(session.interrupts, self.monitor.tick)
+            self.monitor.after_tick = lambda: None
+        session.console.clear_status()
+        cost = StepCost.of(self.llm.model_config, info.dtype, info.tensor_parallel_size)
+        return run_result(metrics, sent, log, cost)
