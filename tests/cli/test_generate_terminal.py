@@ -19,20 +19,20 @@ def start(tmp_path: Path, settings: list[str], arguments: list[str]) -> pexpect.
         environment.pop(name, None)
     return pexpect.spawn(
         sys.executable, [str(HERE / "fake_main.py"), *settings, "--", "generate", *arguments],
-        env=environment, encoding="utf-8", timeout=20, dimensions=(24, 100),
+        env=environment, encoding="utf-8", timeout=20, dimensions=(60, 100),
     )  # fmt: skip
 
 
 def screen_after(child: pexpect.spawn) -> list[str]:
     """The lines that a person sees when the program has ended."""
     child.expect(pexpect.EOF)
-    screen = pyte.Screen(100, 24)
+    screen = pyte.Screen(100, 60)
     pyte.Stream(screen).feed(child.before)
     child.close()
     return [line.rstrip() for line in screen.display if line.strip()]
 
 
-def test_the_status_line_moves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_last_frame_stays_between_results_and_summary(tmp_path: Path) -> None:
     prompts = tmp_path / "in.txt"
     prompts.write_text("one\ntwo\n")
     child = start(tmp_path, ["endless"], ["-f", str(prompts), "--max-tokens", "60", "--order", "completion"])
@@ -40,7 +40,9 @@ def test_the_status_line_moves_and_leaves_nothing_behind(tmp_path: Path) -> None
     assert child.exitstatus == 0
     records = [line for line in lines if line.startswith("{")]
     assert len(records) == 2
-    assert not [line for line in lines if "done ·" in line]
+    [title] = [n for n, line in enumerate(lines) if line.startswith("nanoinfer generate · done")]
+    assert title > max(n for n, line in enumerate(lines) if line.startswith("{"))
+    assert "2 of 2 done" in "".join(lines[title:])
     assert "2 answers in" in lines[-1]
 
 
@@ -48,7 +50,7 @@ def test_control_c_says_where_the_results_are(tmp_path: Path) -> None:
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "a", "max_tokens": 3}\n{"prompt": "b"}\n')
     child = start(tmp_path, ["endless"], ["-f", str(prompts), "-o", str(out)])
-    child.expect("1/2 done")
+    child.expect("1 of 2 done")
     child.sendintr()
     lines = screen_after(child)
     assert child.exitstatus == 130

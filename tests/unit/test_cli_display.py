@@ -8,10 +8,12 @@ import random
 import pytest
 
 from nanoinfer.engine.events import FinishedSequence, RequestTiming, StepEvent
-from nanoinfer.engine.metrics import Metrics
+from nanoinfer.engine.info import EngineInfo
 from nanoinfer.ui.console import Console
-from nanoinfer.ui.plain import RunDisplay, choose_ui, status_line
+from nanoinfer.ui.plain import choose_ui, status_line
 from nanoinfer.ui.progress import TokenProgress
+from nanoinfer.ui.run_display import RunDisplay
+from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
 
 
 class Terminal(io.StringIO):
@@ -71,34 +73,42 @@ def test_a_run_that_is_over_has_nothing_left() -> None:
     assert progress.eta_seconds(3, 5.0) == 0
 
 
+def info() -> EngineInfo:
+    return EngineInfo(
+        model="fake", model_reason="", architecture="Fake", device="cpu", dtype="float32", attention="torch",
+        attention_reason="", kernels="eager", tensor_parallel_size=1, block_size=16, num_blocks=100, kv_bytes=1 << 20,
+        weight_bytes=1, vocab_size=100, max_model_len=100, max_num_seqs=8, max_num_batched_tokens=64,
+        schedule="mixed", enable_prefix_caching=True,
+    )  # fmt: skip
+
+
 def test_the_line_says_what_happens() -> None:
-    metrics = Metrics(window_s=10)
-    metrics.observe(step(1.0, {"a": 20}, prefill=100))
-    line = status_line(metrics.snapshot(2.0), done=1, failed=1, total=1200, eta=187.0)
+    builder = SnapshotBuilder(info(), clock=lambda: 2.0)
+    builder.expect(1200, 20.0)
+    builder.observe(step(1.0, {"a": 20}, prefill=100))
+    line = status_line(builder.snapshot(Requests(1200, 1, 1)))
     for text in (
-        "1/1,200 done (1 failed)", "3:07 left", "3 running, 5 waiting", "KV 30% active 20% cached", "prefix hits 50%",
+        "1/1,200 done (1 failed)", "20:11 left", "3 running, 5 waiting", "KV 30% active 20% cached", "prefix hits 50%",
     ):  # fmt: skip
         assert text in line
 
 
-def test_a_log_gets_a_line_every_ten_seconds_and_a_terminal_one_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_a_line_every_ten_seconds_and_nothing_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
     now = [0.0]
-    metrics = Metrics()
-    metrics.observe(step(0.0, {"a": 1}))
-    for stream, per_minute in ((io.StringIO(), 6), (Terminal(), 240)):
-        written: list[str] = []
-        console = Console(stream)
-        monkeypatch.setattr(console, "status", written.append)
-        monkeypatch.setattr(console, "say", written.append)
-        monkeypatch.delenv("CI", raising=False)
+    for choice, lines in (("auto", 6), ("none", 0)):
+        stream = io.StringIO()
+        builder = SnapshotBuilder(info(), clock=lambda: now[0])
+        display = RunDisplay(Console(stream), choice, builder, lambda: now[0], lambda: Requests(10, 1))
         now[0] = 0.0
-        display = RunDisplay(console, "auto", lambda: now[0], metrics)
-        for tenth in range(1, 601):
-            now[0] = tenth / 10
-            display.show(0, 0)
-        assert len(written) <= per_minute
-        assert len(written) >= per_minute * 0.8
+        with display:
+            for tenth in range(1, 601):
+                now[0] = tenth / 10
+                display.observe(step(now[0], {"a": 1}))
+                display.tick()
+        assert stream.getvalue().count("1/10 done") == stream.getvalue().count("\n") == lines
+        assert builder.metrics.snapshot().run.output_tokens == 600, "every event reaches the figures, shown or not"
 
 
 def test_which_display_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from nanoinfer.cli.session import Session
 from nanoinfer.cli.workloads import BenchRequest
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.latency import SLO
-from nanoinfer.engine.metrics import Metrics
-from nanoinfer.ui.plain import RunDisplay
+from nanoinfer.ui.run_display import RunDisplay
+from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
@@ -75,29 +75,33 @@ class Bench:
         runs = []
         for number in range(self.options.repeat):
             self.llm.reset_prefix_cache()
-            runs.append(self._run_once(requests, load))
+            which = f" run {number + 1} of {self.options.repeat}" if self.options.repeat > 1 else ""
+            runs.append(self._run_once(requests, load, f"bench{which}"))
             say(number, runs[-1])
         return combine(runs)
 
-    def _run_once(self, requests: list[BenchRequest], load: Load) -> Result:
+    def _run_once(self, requests: list[BenchRequest], load: Load, title: str) -> Result:
         """One measured run with metrics of its own."""
-        session, info = self.session, self.llm.info
-        metrics, log = Metrics(self.slos), StepLog()
-        display = RunDisplay(session.console, session.display.ui, session.services.clock, metrics)
-        mean_output = sum(request.output_tokens for request in requests) / len(requests)
-        display.expect(len(requests), len(requests), mean_output)
+        session, info, clock, log = self.session, self.llm.info, self.session.services.clock, StepLog()
+        builder = SnapshotBuilder(info, title=title, slos=self.slos, clock=clock, keep_sequences=True)
+        builder.expect(len(requests), sum(request.output_tokens for request in requests) / len(requests))
         driver = LoadDriver(
             self.llm,
             requests,
             self.sampling,
             max_concurrency=load.max_concurrency,
-            clock=session.services.clock,
+            clock=clock,
             sleep=time.sleep,
         )
-        with self.monitor.also(lambda event: metrics.observe(driver.observed(event)), log.observe, display.observe):
-            self.monitor.after_tick = lambda: display.show(driver.done, 0)
+
+        def progress() -> Requests:
+            return Requests(len(requests), driver.done)
+
+        display = RunDisplay(session.console, session.display.ui, builder, clock, progress)
+        watch = self.monitor.also(
+            lambda event: display.observe(driver.observed(event)), log.observe, after_tick=display.tick
+        )
+        with display, watch:
             sent = driver.run(session.interrupts, self.monitor.tick)
-            self.monitor.after_tick = lambda: None
-        session.console.clear_status()
         cost = StepCost.of(self.llm.model_config, info.dtype, info.tensor_parallel_size)
-        return run_result(metrics, sent, log, cost)
+        return run_result(builder.metrics, sent, log, cost)

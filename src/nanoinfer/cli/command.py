@@ -80,7 +80,7 @@ def command(
 
 def run_guarded(body: Callable[[Session], int], display: DisplayOptions, services: Services) -> int:
     """Run a command's body; returns the exit code, whatever happens to it."""
-    console = Console(quiet=display.quiet, no_color=display.no_color)
+    console = Console(quiet=display.quiet, no_color=display.no_color, ascii=display.ascii)
     try:
         with Interrupts.installed() as interrupts:
             return body(Session(display, console, interrupts, services))

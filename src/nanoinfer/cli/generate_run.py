@@ -20,10 +20,10 @@ from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.errors import UserError
 from nanoinfer.ui import text
-from nanoinfer.ui.plain import RunDisplay
+from nanoinfer.ui.run_display import RunDisplay
+from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
 
 DEFAULT_MAX_TOKENS = 512
-SPEED_WINDOW_S = 10
 
 
 @dataclass(frozen=True)
@@ -88,22 +88,28 @@ def _run(
     policy: BatchPolicy,
 ) -> float:
     """Load the model and run the batch into the sink; returns the seconds that the requests took."""
-    from nanoinfer.engine.metrics import Metrics
-
     a_person_reads = batch.from_command_line and len(batch.entries) == 1 and isinstance(sink, StreamResults)
     render = to_plain_text if a_person_reads and not session.display.json else to_json_line
     with session.engine(engine) as llm, monitor.watching(llm):
         base = llm.default_sampling.with_options(policy.sampling)
         report_sampling(session.console, llm, base, batch)
-        metrics = Metrics(window_s=SPEED_WINDOW_S)
-        display = RunDisplay(session.console, session.display.ui, session.services.clock, metrics)
-        display.expect(len(batch.entries), batch.sequences(base), batch.mean_limit(base))
-        monitor.consumers += [metrics.observe, display.observe]
-        monitor.after_tick = lambda: display.show(totals.done, totals.failed)
-        started = session.services.clock()
-        BatchRun(llm, batch.entries, sink, totals, base, policy, 2 * engine.max_num_seqs, render).run(
-            session.interrupts, monitor.tick
+        builder = SnapshotBuilder(llm.info, title="generate", clock=session.services.clock)
+        builder.expect(batch.sequences(base), batch.mean_limit(base))
+        display = RunDisplay(
+            session.console,
+            session.display.ui,
+            builder,
+            session.services.clock,
+            lambda: Requests(len(batch.entries), totals.done, totals.failed),
+            warning=lambda: totals.failures[-1] if totals.failures else None,
+            keep=True,
+            one_line=a_person_reads,
         )
+        started = session.services.clock()
+        with display, monitor.also(display.observe, after_tick=display.tick):
+            BatchRun(llm, batch.entries, sink, totals, base, policy, 2 * engine.max_num_seqs, render).run(
+                session.interrupts, monitor.tick
+            )
         sink.finish()
         return session.services.clock() - started
 

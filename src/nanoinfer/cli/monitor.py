@@ -28,7 +28,7 @@ class Monitor:
 
     def __init__(self, session: Session) -> None:
         self.consumers: list[Consumer] = []
-        self.after_tick: Callable[[], None] = lambda: None
+        self._after_tick: Callable[[], None] = lambda: None
         self._subscription: Subscription | None = None
         self._snapshot_path = session.display.cache_snapshot
         self._events_file: TextIO | None = None
@@ -54,23 +54,25 @@ class Monitor:
                 self._snapshot_path.write_text(json.dumps(llm.cache_snapshot().to_json()), encoding="utf-8")
 
     @contextmanager
-    def also(self, *consumers: Consumer) -> Iterator[None]:
-        """Hand the events of a part of the command to these consumers, too; those before it are not theirs."""
+    def also(self, *consumers: Consumer, after_tick: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hand the events of a part of the command to these consumers, too, and then call `after_tick`; events before
+        it are not theirs."""
         self.tick()
         before = list(self.consumers)
         self.consumers += consumers
+        self._after_tick = after_tick
         try:
             yield
         finally:
             self.tick()
-            self.consumers = before
+            self.consumers, self._after_tick = before, lambda: None
 
     def tick(self) -> None:
         assert self._subscription is not None
         for event in self._subscription.drain():
             for consume in self.consumers:
                 consume(event)
-        self.after_tick()
+        self._after_tick()
 
 
 def _open_for_writing(path: Path) -> TextIO:

@@ -201,6 +201,7 @@ class DisplayOptions:
     quiet: bool
     verbose: bool
     no_color: bool
+    ascii: bool
 
 
 def _display(*names: str, help: str, **more: Any) -> Any:
@@ -208,9 +209,7 @@ def _display(*names: str, help: str, **more: Any) -> Any:
 
 
 def display_options(
-    ui: Annotated[
-        UiChoice, _display("--ui", help="live: a status line kept up to date; log: a line every 10 s.")
-    ] = "auto",
+    ui: Annotated[UiChoice, _display("--ui", help="live: figures and bars in place; log: a line every 10 s.")] = "auto",
     events: Annotated[Path | None, _display("--events", help="Write a JSON line per engine step.")] = None,
     cache_snapshot: Annotated[
         Path | None, _display("--cache-snapshot", help="Write the state of the KV blocks at the end.")
@@ -219,7 +218,8 @@ def display_options(
     quiet: Annotated[bool, _display("-q", "--quiet", help="Only the result, warnings and errors.")] = False,
     verbose: Annotated[bool, _display("-v", "--verbose", help="More details; tracebacks of errors.")] = False,
     no_color: Annotated[bool, _display("--no-color", help="No colours.")] = False,
+    ascii: Annotated[bool, _display("--ascii", help="Bars and signs in plain ASCII.")] = False,
 ) -> DisplayOptions:
     if quiet and verbose:
         raise typer.BadParameter("-q and -v contradict each other; give one of them")
-    return DisplayOptions(ui, events, cache_snapshot, json, quiet, verbose, no_color)
+    return DisplayOptions(ui, events, cache_snapshot, json, quiet, verbose, no_color, ascii)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 from nanoinfer.ui.text import visible
+
+# What the program's own sentences have beyond ASCII; each has one character in its place, so that widths stay.
+_IN_ASCII = str.maketrans({"·": "-", "…": "~", "±": "+", "≤": "<"})
 
 LOG_INTERVAL_S = 10.0  # between the lines about one activity where no terminal shows it as it moves
 
@@ -20,19 +24,37 @@ class Console:
     """Writes notes, warnings, errors and one status line to a stream. Text from outside is made harmless.
 
     The status line is rewritten in place on a terminal; any other output first removes it, so that the two never mix.
+    With `ascii`, or where the stream can write nothing else, other characters are replaced.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False, no_color: bool = False) -> None:
-        self._stream = stream if stream is not None else sys.stderr
+    def __init__(
+        self, stream: TextIO | None = None, *, quiet: bool = False, no_color: bool = False, ascii: bool = False
+    ) -> None:
+        self.stream = stream if stream is not None else sys.stderr
         self.quiet = quiet
-        self.colour = colour_wanted(self._stream, no_color)
-        self.is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.colour = colour_wanted(self.stream, no_color)
+        self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        self.ascii = ascii or not (self.stream.encoding or "utf-8").lower().startswith("utf")
+        self.before_output: Callable[[], None] = lambda: None
+        """What else moves on this terminal and must be taken away before a line is written."""
         self._status_shown = False
 
+    def size(self) -> tuple[int, int]:
+        """The terminal's columns and lines."""
+        size = os.get_terminal_size(self.stream.fileno())
+        return size.columns or 80, size.lines or 24  # a terminal that nobody has sized says 0
+
+    def fit(self, text: str, width: int) -> str:
+        """`text` made harmless, on one line of at most `width` characters."""
+        line = visible(text.replace("\n", " "))[: max(width, 1)]
+        return line.translate(_IN_ASCII) if self.ascii else line
+
     def _write(self, text: str) -> None:
+        if self.ascii:
+            text = text.translate(_IN_ASCII).encode("ascii", "replace").decode()
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            self.stream.write(text)
+            self.stream.flush()
         except (BrokenPipeError, ValueError):
             self.quiet = True  # nobody reads any more; the result on stdout still matters
 
@@ -69,12 +91,12 @@ class Console:
     def status(self, text: str) -> None:
         """Replace the status line (terminals only); cut to the terminal's width so that it stays one row."""
         if not self.quiet and self.is_terminal:
-            width = os.get_terminal_size(self._stream.fileno()).columns - 1
-            line = visible(text.replace("\n", " "))[: max(width, 1)]
-            self._write(f"\r\x1b[2K{self._styled(line, '2')}")
+            self._write(f"\r\x1b[2K{self._styled(self.fit(text, self.size()[0] - 1), '2')}")
             self._status_shown = True
 
     def clear_status(self) -> None:
+        """Take away all that moves: before anything else is written to the terminal, by whatever way."""
+        self.before_output()
         if self._status_shown:
             self._write("\r\x1b[2K")
             self._status_shown = False

@@ -109,7 +109,9 @@ def requests_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
     requests, metrics, glyphs = snapshot.requests, snapshot.metrics, layout.glyphs
     done = f" {count(requests.done)} of {count(requests.total)} done"
     eta = f" {glyphs.dot} {duration(snapshot.eta_s)} left" if snapshot.eta_s is not None else ""
-    room = max(layout.width - LABEL_WIDTH - len(done) - len(eta), LEAST_BAR)
+    if len(done) + len(eta) > layout.width - LABEL_WIDTH - LEAST_BAR:
+        done = f" {percent(requests.done, requests.total)}"
+    room = layout.width - LABEL_WIDTH - len(done) - len(eta)
     answered = requests.done - requests.failed
     unfinished = max(requests.total - requests.done, 0)
     running = min(metrics.running, unfinished)
@@ -140,7 +142,7 @@ def kv_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
     peak = metrics.peak_blocks_active
     at_peak = f"peak {count(peak)} {percent(peak, total)}"
     beside = f" {count(total)} blocks of {info.block_size} tokens" if layout.is_wide else f" {at_peak}"
-    room = max(layout.width - LABEL_WIDTH - len(beside), LEAST_BAR)
+    room = layout.width - LABEL_WIDTH - len(beside)
     pieces = bar((active, cached, free), (GOOD, SHARED, DIM), glyphs.bar, room)
     if peak > active:
         pieces = mark(pieces, min(peak * room // total, room - 1), glyphs.peak)

@@ -21,6 +21,10 @@ class Requests:
     done: int = 0
     failed: int = 0
 
+    @property
+    def are_done(self) -> bool:
+        return 0 < self.total <= self.done
+
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
@@ -75,13 +79,15 @@ class SnapshotBuilder:
         """The state now. Unless `exact`, the latencies may be a second old: that is ten times cheaper."""
         now = self._clock() if self._clock is not None else None
         metrics = self.metrics.snapshot(now)
+        requests = requests or Requests()
+        eta = self._progress.eta_seconds(metrics.run.output_tokens, metrics.recent.output_tokens_per_s)
         return RunSnapshot(
             info=self._info,
             title=self._title,
-            phase=self._phase(metrics),
-            requests=requests or Requests(),
+            phase="done" if requests.are_done else self._phase(metrics),
+            requests=requests,
             to_come=max(self._progress.unfinished - metrics.running - metrics.waiting, 0),
-            eta_s=self._progress.eta_seconds(metrics.run.output_tokens, metrics.recent.output_tokens_per_s),
+            eta_s=None if requests.are_done else eta,
             metrics=metrics,
             latencies=self._window_latencies(metrics.time, exact=exact),
             warning=warning,

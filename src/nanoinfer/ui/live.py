@@ -1,0 +1,114 @@
+"""The live display's terminal side: frames drawn in place, and the thread that draws them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+FRAME_S = 0.25  # at most four frames a second
+# The thread's share of the time, kept by drawing less often where frames are dear; but never less than this often.
+CPU_SHARE, SLOWEST_FRAME_S = 0.008, 2.0
+
+Size = Callable[[], tuple[int, int]]
+Draw = Callable[[int, int], str]
+
+
+class Screen:
+    """The rows above the cursor that a frame takes. The cursor rests at the start of the line below them, visible, so
+    that a killed run leaves a usable terminal. `size` gives the terminal's columns and lines."""
+
+    def __init__(self, stream: TextIO, size: Size) -> None:
+        self._stream = stream
+        self._size = size
+        self._rows = 0
+        self._columns = 0
+
+    def draw(self, draw: Draw) -> None:
+        """Replace the frame by what `draw(columns, lines)` returns: lines shorter than the terminal is wide, and fewer
+        of them than it is high."""
+        columns, lines = self._size()
+        frame = draw(columns, lines).split("\n")
+        erase = self._to_first_row()
+        if self._rows and columns < self._columns:
+            # Many terminals now show the old frame's lines wrapped, over more rows than it had, and none says so.
+            # What is visible scrolls away, so that nothing of it stays in view and nothing else is lost.
+            erase += "\x1b[J" + f"\x1b[{lines};1H" + "\n" * lines + "\x1b[H"
+        self._write(erase + "".join(f"{line}\x1b[K\n" for line in frame) + "\x1b[J")
+        self._rows, self._columns = len(frame), columns
+
+    def erase(self) -> None:
+        if self._rows:
+            self._write(self._to_first_row() + "\x1b[J")
+            self._rows = 0
+
+    def _to_first_row(self) -> str:
+        return "\r" + (f"\x1b[{self._rows}A" if self._rows else "")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+class LiveThread:
+    """Calls `work`, then draws, a few times a second until `stop`. Other output to the terminal comes after `suspend`,
+    which takes the frame away until `resume`. An error stops the drawing and is kept; `work` goes on."""
+
+    def __init__(self, screen: Screen, work: Callable[[], None], draw: Draw) -> None:
+        self.cpu_seconds = 0.0
+        """The processor time of the thread so far."""
+        self.frames = 0
+        self.error: Exception | None = None
+        self._screen = screen
+        self._work = work
+        self._draw = draw
+        self._lock = threading.Lock()  # held while the terminal is written to
+        self._suspended = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nanoinfer-display", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def suspend(self) -> None:
+        with self._lock:
+            self._suspended = True
+            self._guarded(self._screen.erase)
+
+    def resume(self) -> None:
+        self._suspended = False
+
+    def stop(self) -> None:
+        """End the thread and take the frame away."""
+        self._stopped.set()
+        self._thread.join()
+        self.suspend()
+
+    def draw_last(self) -> None:
+        """After `stop`: draw once more, to stay."""
+        self._guarded(lambda: self._screen.draw(self._draw))
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        pause = FRAME_S
+        while not self._stopped.wait(pause):
+            self._work()
+            with self._lock:
+                if not self._suspended:
+                    self._guarded(lambda: self._screen.draw(self._draw))
+                    self.frames += 1
+            self.cpu_seconds = time.thread_time()
+            overdrawn = self.cpu_seconds / CPU_SHARE - (time.perf_counter() - started)
+            pause = min(max(FRAME_S, overdrawn), SLOWEST_FRAME_S)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        if self.error is None:
+            try:
+                action()
+            except Exception as error:  # a display must never end a run
+                self.error = error
