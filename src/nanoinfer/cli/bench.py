@@ -76,6 +76,7 @@ def bench(
     Without a model: the Qwen3-0.6B shape with random weights on a GPU, the small built-in model on a CPU. Outputs
     always have the full length (ignore_eos). Saved results have the keys of vLLM's benchmarks.
     """
+    session.announce("starting")
     from nanoinfer.cli.bench_run import Report, run_bench
 
     if session.display.json and format not in (None, "json"):

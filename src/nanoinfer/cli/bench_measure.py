@@ -18,7 +18,6 @@ from nanoinfer.cli.session import Session
 from nanoinfer.cli.workloads import BenchRequest
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.latency import SLO
-from nanoinfer.ui.run_display import RunDisplay
 from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ class Bench:
 
     def _run_once(self, requests: list[BenchRequest], load: Load, title: str) -> Result:
         """One measured run with metrics of its own."""
+        from nanoinfer.ui.run_display import RunDisplay
+
         session, info, clock, log = self.session, self.llm.info, self.session.services.clock, StepLog()
         builder = SnapshotBuilder(info, title=title, slos=self.slos, clock=clock, keep_sequences=True)
         builder.expect(len(requests), sum(request.output_tokens for request in requests) / len(requests))

@@ -33,13 +33,24 @@ def run_inspection(
         raise UserError(f"{batch.name}: no line can run.")
     monitor = Monitor(session)
     with session.engine(engine) as llm, monitor.watching(llm):
-        watch = CacheWatch(llm)
-        monitor.consumers.append(watch.observe)
-        totals = BatchTotals()
+        from nanoinfer.ui.run_display import RunDisplay
+        from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
+
+        watch, totals, clock = CacheWatch(llm), BatchTotals(), session.services.clock
+        builder = SnapshotBuilder(llm.info, title="inspect-cache", clock=clock)
+        builder.expect(batch.sequences(defaults), batch.mean_limit(defaults))
+        display = RunDisplay(
+            session.console,
+            session.display.ui,
+            builder,
+            clock,
+            lambda: Requests(len(batch.requests), totals.done, totals.failed),
+        )
         run = BatchRun(
             llm, list(batch.requests), Discard(), totals, defaults, BatchPolicy({}), window=2 * engine.max_num_seqs
         )
-        run.run(session.interrupts, monitor.tick)
+        with display, monitor.also(watch.observe, display.observe, after_tick=display.tick):
+            run.run(session.interrupts, monitor.tick)
         problems = _report(session, llm, watch, batch, top=top, show_text=show_text)
     if problems:
         session.console.error("the cache's own checks failed; this is a defect in nanoinfer.")

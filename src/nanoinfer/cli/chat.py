@@ -26,6 +26,7 @@ def chat(
     ] = True,
 ) -> int:
     """Talk to a model. Commands inside start with "/"; /help lists them."""
+    session.announce("starting")
     from nanoinfer.cli.chat_run import ChatOptions, run_chat
 
     return run_chat(session, engine, ChatOptions(sampling.given, system, prompt, think, stats, history))

@@ -47,6 +47,7 @@ def generate(
     "prompt" is raw text; messages, .txt lines and -p go through the chat template. Results are kept in OUTPUT.partial
     until all are there.
     """
+    session.announce("reading the prompts")
     from nanoinfer.cli.generate_run import GenerateOptions, run_generate
 
     options = GenerateOptions(

@@ -20,8 +20,6 @@ from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.errors import UserError
 from nanoinfer.ui import text
-from nanoinfer.ui.run_display import RunDisplay
-from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
 
 DEFAULT_MAX_TOKENS = 512
 
@@ -49,6 +47,7 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
     batch = check_lengths(batch, engine, thinking_options(options.think), session.services.find_limits)
     report_problems(session.console, batch)
     if options.validate_only:
+        session.console.clear_status()
         print_validation(batch, as_json=session.display.json)
         return BAD_INPUT if batch.bad_lines else OK
     _refuse_useless(batch, options.on_error, options.max_errors)
@@ -88,6 +87,9 @@ def _run(
     policy: BatchPolicy,
 ) -> float:
     """Load the model and run the batch into the sink; returns the seconds that the requests took."""
+    from nanoinfer.ui.run_display import RunDisplay
+    from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
+
     a_person_reads = batch.from_command_line and len(batch.entries) == 1 and isinstance(sink, StreamResults)
     render = to_plain_text if a_person_reads and not session.display.json else to_json_line
     with session.engine(engine) as llm, monitor.watching(llm):

@@ -41,6 +41,7 @@ def inspect_cache(
         return run_plan(session, engine, memory)
     if memory is not None:
         raise UserError("--memory belongs to --plan; the pool of a run is set with --kv-memory or --num-blocks.")
+    session.announce("reading the prompts")
     from nanoinfer.cli.cache_run import run_inspection
 
     return run_inspection(session, engine, file, max_tokens, top=top, show_text=show_text)

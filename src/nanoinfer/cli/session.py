@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.options import DisplayOptions
 from nanoinfer.config import EngineConfig
-from nanoinfer.ui.console import LOG_INTERVAL_S, Console
+from nanoinfer.ui.console import Console
+from nanoinfer.ui.loading import LoadingDisplay
 from nanoinfer.ui.text import byte_size, count
 
 if TYPE_CHECKING:
@@ -45,27 +46,6 @@ class Services:
     clock: Callable[[], float] = time.perf_counter
 
 
-class LoadingDisplay:
-    """Shows download, import and load: a status line on a terminal, a line every 10 s elsewhere."""
-
-    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
-        self._console = console
-        self._clock = clock
-        self._due = clock()
-
-    def write(self, line: str) -> None:
-        if self._console.is_terminal:
-            self._console.status(line)
-        elif self._clock() >= self._due:
-            self._due = self._clock() + LOG_INTERVAL_S
-            self._console.dim(line)
-
-    def notify(self, stage: str, done: int, total: int) -> None:
-        """The engine's Notify: `done` of `total` bytes of a stage; 0 in all means that nobody knows."""
-        share = f" {100 * done / total:.0f}%" if total else ""
-        self.write(f"{stage} {byte_size(done)}{f' of {byte_size(total)}' if total else ''}{share}")
-
-
 @dataclass(frozen=True)
 class Session:
     """One run of a command."""
@@ -74,6 +54,11 @@ class Session:
     console: Console
     interrupts: Interrupts
     services: Services = field(default_factory=Services)
+
+    def announce(self, what: str) -> None:
+        """Called before a command's own imports, which take longer than a person should look at nothing. Whatever the
+        console writes next replaces it; what is printed by another way needs `console.clear_status` first."""
+        self.console.status(f"{what} ...")
 
     @contextmanager
     def engine(self, config: EngineConfig) -> Iterator[LLM]:
@@ -84,21 +69,20 @@ class Session:
         llm = self.services.open_llm(config, loading.notify)
         try:
             self.console.clear_status()
-            self._introduce(llm.info, self.services.clock() - started)
+            self._introduce(llm.info, config, self.services.clock() - started)
             yield llm
         finally:
             llm.close()
 
-    def _introduce(self, info: EngineInfo, seconds: float) -> None:
-        """Which model runs where, in three lines of at most 80 columns; under -v everything that was decided."""
+    def _introduce(self, info: EngineInfo, config: EngineConfig, seconds: float) -> None:
+        """Which model runs where, and what was decided with the reason; under -v everything that is known."""
         self.console.say(info.model_reason)
         tp = f" · tp {info.tensor_parallel_size}" if info.tensor_parallel_size > 1 else ""
+        self.console.dim(f"{info.device} {info.dtype}{tp} · ready in {seconds:.1f} s")
+        self.console.dim(f"attention {info.attention} ({info.attention_reason}) · kernels {info.kernels}")
+        why = "asked for" if config.block_size else f"best with {info.attention} attention"
         self.console.dim(
-            f"{info.device} {info.dtype}{tp} · attention {info.attention} · kernels {info.kernels} · "
-            f"ready in {seconds:.1f} s"
-        )
-        self.console.dim(
-            f"{count(info.num_blocks)} KV blocks of {info.block_size} tokens ({byte_size(info.kv_bytes)}) · "
+            f"{count(info.num_blocks)} KV blocks of {info.block_size} tokens ({why}), {byte_size(info.kv_bytes)} · "
             f"context {count(info.max_model_len)} tokens"
         )
         for warning in info.warnings:
