@@ -209,7 +209,8 @@ class LLM:
         if template_options and not is_chat:
             raise ConfigError("template_options belong to messages; this prompt does not go through a chat template.")
         if not isinstance(prompt, str) and not is_chat:
-            return None, [int(token) for token in cast("Sequence[int]", prompt)]
+            token_ids = cast("Sequence[int]", prompt)
+            return None, list(token_ids) if set(map(type, token_ids)) == {int} else [int(token) for token in token_ids]
         if self.tokenizer is None:
             raise RequestError(
                 f"{self.info.model} has no tokenizer; give the prompt as token ids, or add tokenizer.json.",
@@ -322,7 +323,8 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 def _is_token_ids(prompt: Sequence[Any]) -> bool:
-    return all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt)
+    # Asked once per kind of item, not per item: this is on the path to the first token of prompts of any length.
+    return all(issubclass(kind, Integral) and not issubclass(kind, bool) for kind in set(map(type, prompt)))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -156,7 +156,8 @@ class LLMEngine:
             raise RequestError(f"request id '{request_id}' is already running; use another.", "duplicate_id")
         if not length:
             raise RequestError("the prompt is empty; give at least one token.", "empty_prompt")
-        for token in (*prompt_token_ids, *sampling.stop_token_ids):
+        token_ids = (*prompt_token_ids, *sampling.stop_token_ids)
+        for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self._vocab_size:
                 raise RequestError(f"token id {token} is outside 0..{self._vocab_size - 1}.", "invalid_token")
         if sampling.stop and self._detokenizer is None:

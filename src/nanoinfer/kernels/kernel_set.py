@@ -19,19 +19,18 @@ class KernelSet:
     """
 
     name = "eager"
+    reads_device_only = False
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """Rows of weight [V, H] by token id: [T] -> [T, H], in the dtype that the layers compute with."""
         return F.embedding(token_ids, weight)
-
-    reads_device_only = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in] -> x @ weight.T + bias, [T, out]."""
         return F.linear(x, weight, bias)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """x [T, in], residual [T, out] -> residual + linear(x)."""
+        """x [T, in], residual [T, out] -> residual + linear(x); the residual's memory may be overwritten with it."""
         return residual + self.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

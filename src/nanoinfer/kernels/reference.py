@@ -62,6 +62,30 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     v_cache.view(-1, *v.shape[1:])[slots] = v[written]
 
 
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split qkv [T, (heads + 2 kv_heads) * D], norm q and k per head if weights [D] are given, and rotate them.
+
+    Returns q [T, heads, D], k and v [T, kv_heads, D].
+    """
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_weight is not None:
+        q = rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = rms_norm(k, k_weight, eps)
+    return *rotary(q, k, cos_sin, positions), v
+
+
 def qk_norm_rope_store(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -76,17 +100,8 @@ def qk_norm_rope_store(
     num_kv_heads: int,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [T, (heads + 2 kv_heads) * D], norm q and k per head if weights [D] are given, rotate, store k and v.
-
-    Returns q [T, heads, D], k and v [T, kv_heads, D].
-    """
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
-    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if q_weight is not None:
-        q = rms_norm(q, q_weight, eps)
-    if k_weight is not None:
-        k = rms_norm(k, k_weight, eps)
-    q, k = rotary(q, k, cos_sin, positions)
+    """`qk_norm_rope`, and k and v written to their slots."""
+    q, k, v = qk_norm_rope(qkv, q_weight, k_weight, eps, cos_sin, positions, num_heads, num_kv_heads, head_dim)
     store_kv(k, v, k_cache, v_cache, slot_mapping)
     return q, k, v
 

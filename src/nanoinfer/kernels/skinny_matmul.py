@@ -134,7 +134,9 @@ def fits(tokens: int, width: int, swiglu: bool = False) -> bool:
 def pays(tokens: int, weight: Tensor) -> bool:
     """Whether it beats cuBLAS, which reads weights of more than 16 MB at the memory's speed itself (H200)."""
     small = weight.numel() <= 2**23 and weight.element_size() == 2
-    return tokens <= 16 and small and fits(tokens, weight.shape[1], swiglu=True)
+    # With few features cuBLAS cuts K and adds the parts in a kernel of its own, so ours wins for longer.
+    most = 16 if weight.shape[0] > 2048 else MAX_TOKENS
+    return tokens <= most and small and fits(tokens, weight.shape[1], swiglu=True)
 
 
 def skinny_matmul(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,7 +21,8 @@ class TritonKernels(KernelSet):
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         if _is_few(x, weight):
             return _few(x, weight, bias=bias, residual=residual)
-        return torch.addmm(residual if bias is None else residual + bias, x, weight.t())
+        # Out of place, addmm would first copy the residual: one more kernel per product.
+        return (residual if bias is None else residual + bias).addmm_(x, weight.t())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)

@@ -105,6 +105,8 @@ def build_data_plane(
     dtype = resolve_dtype(config.dtype, device)
     max_model_len, warnings = _model_len(config, model_config)
     kernels, attention_name, attention_reason = choose_back_ends(config, device, getattr(torch, dtype))
+    if attention_name == "flash-attn":
+        _refuse_flash_attn(config, model_config, device, getattr(torch, dtype))
     plan = PoolPlan(config, model_config, dtype, max_model_len, memory.DEFAULT_BLOCK_SIZES[attention_name])
     start = MemoryMark.now(device) if device.type == "cuda" else None
     pool = plan.pool_before_load(start, device)
@@ -163,6 +165,8 @@ def choose_back_ends(config: EngineConfig, device: torch.device, dtype: torch.dt
         from nanoinfer.kernels.triton_set import TritonKernels
 
         kernels = TritonKernels()
+    elif config.kernels == "compiled":
+        kernels = _compiled_kernels(device)
     elif config.kernels == "auto" and device.type == "cpu":
         kernels = CpuKernels(dtype)
     if config.attention != "auto":
@@ -172,6 +176,24 @@ def choose_back_ends(config: EngineConfig, device: torch.device, dtype: torch.dt
     return kernels, "torch", f"the one for {device.type}"
 
 
+def _compiled_kernels(device: torch.device) -> KernelSet:
+    from nanoinfer.kernels import compiled_set
+
+    if reason := compiled_set.why_not(device):
+        raise ConfigError(f"--kernels compiled cannot run here: {reason}; install one, or use auto.")
+    return compiled_set.CompiledKernels()
+
+
+def _refuse_flash_attn(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    from nanoinfer.attention import flash
+
+    block_size = config.block_size or memory.DEFAULT_BLOCK_SIZES["flash-attn"]
+    if reason := flash.why_not(device, dtype, model_config.head_dim, block_size):
+        raise ConfigError(f"--attention flash-attn cannot run here: {reason}; change that, or use --attention auto.")
+
+
 def make_attention(
     name: str, heads: HeadLayout, cos_sin: torch.Tensor, kernels: KernelSet, max_num_seqs: int
 ) -> AttentionBackend:
@@ -179,6 +201,10 @@ def make_attention(
         from nanoinfer.attention.triton import TritonAttention
 
         return TritonAttention(heads, cos_sin, kernels, max_num_seqs)
+    if name == "flash-attn":
+        from nanoinfer.attention.flash import FlashAttention
+
+        return FlashAttention(heads, cos_sin, kernels)
     return TorchAttention(heads, cos_sin, kernels)
 
 
@@ -299,7 +325,3 @@ def _refuse_unavailable(config: EngineConfig) -> None:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, but this version runs on one device; use 1."
         )
-    if config.attention == "flash-attn":
-        raise ConfigError("attention back end 'flash-attn' is not in this version; use auto, triton or torch.")
-    if config.kernels == "compiled":
-        raise ConfigError("kernel set 'compiled' is not in this version; use auto, triton or eager.")

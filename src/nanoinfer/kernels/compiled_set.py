@@ -1,0 +1,64 @@
+"""CompiledKernels: the plain torch forms under torch.compile, for devices without hand-written kernels.
+
+Only free functions of `reference` are compiled, each once for one token and once for any number of them: all layers
+share a function's graph, and nothing about a model or a layer can force a recompilation.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels import reference
+from nanoinfer.kernels.kernel_set import KernelSet
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why torch.compile cannot be used on `device`, or None if it can."""
+    if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+        return "torch.compile needs a C++ compiler here, and there is no g++"
+    return None
+
+
+class CompiledKernels(KernelSet):
+    """The elementwise operations, each fused by torch.compile; products stay those of the libraries."""
+
+    name = "compiled"
+
+    def __init__(self) -> None:
+        self._rms_norm = torch.compile(reference.rms_norm, dynamic=True)
+        self._silu_mul = torch.compile(reference.silu_mul, dynamic=True)
+        self._qk_norm_rope = torch.compile(reference.qk_norm_rope, dynamic=True)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed: Tensor = self._rms_norm(x, weight, eps)
+        return normed
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        product: Tensor = self._silu_mul(gate_up)
+        return product
+
+    def qk_norm_rope_store(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        cos_sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._qk_norm_rope(
+            qkv, q_weight, k_weight, eps, cos_sin, positions, num_heads, num_kv_heads, head_dim
+        )
+        # How many slots are real is known to the device alone, which a compiled graph cannot ask.
+        reference.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        return q, k, v
