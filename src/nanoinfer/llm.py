@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
@@ -228,7 +229,7 @@ class LLM:
 
     def cache_snapshot(self) -> CacheSnapshot:
         """Every block of the KV pool and its content, as plain data."""
-        return self._engine.cache_snapshot()
+        return replace(self._engine.cache_snapshot(), engine=asdict(self.info))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no running sequence uses."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanoinfer.config import EngineConfig, SamplingParams
@@ -204,7 +204,7 @@ class FakeLLM:
         return self.engine.abort(request_id)
 
     def cache_snapshot(self) -> Any:
-        return self.engine.cache_snapshot()
+        return replace(self.engine.cache_snapshot(), engine=asdict(self.info))
 
     def check_integrity(self) -> list[str]:
         return self.engine.check_integrity()

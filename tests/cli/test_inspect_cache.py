@@ -26,10 +26,13 @@ def test_the_report_shows_sharing_hits_and_integrity(nanoinfer: Program, prompts
     assert result.code == 0, result.err
     for text in (
         "1,024 blocks of 4 tokens",
-        "shared: 11 blocks by 4 sequences",
-        "tokens 0-43 (11 blocks), 3 hits  the same beginning of all prompts",
+        "by 4    " + "█" * 16 + " 11",  # the shared prefix at the fullest moment
+        "            44444",  # and on the map, two blocks a cell
+        "tokens 0-43 (11 blocks), 3 hits, idle 0  the same beginning of all prom",
+        "(11 blocks), 3 hits saved 132 tokens  the same beginning",
         "132 of 224 prompt tokens (59%)",
-        "p3                             56       44   79%",
+        "p0                  56       0    0%  no prompt before it began alike",
+        "p3                  56      44   79%  differs from p0 at token 44",
         "integrity   ok",
     ):
         assert text in result.out
@@ -45,6 +48,7 @@ def test_the_report_as_a_document(nanoinfer: Program, prompts: Path) -> None:
     [root, *branches] = document["prefix_tree"]["nodes"]
     assert (root["parent"], len(root["blocks"]), root["hits"]) == (None, 11, 3)
     assert [branch["parent"] for branch in branches] == [0, 0, 0, 0]
+    assert [request["prefix_break"]["why"] for request in document["requests"]] == ["first", *["differs"] * 3]
     end, fullest = document["end"], document["fullest"]
     assert end["active"] == 0
     assert end["active"] + end["cached"] + end["free"] == 1024

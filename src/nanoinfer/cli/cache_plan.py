@@ -95,7 +95,7 @@ def activation_estimate(model: ModelConfig, engine: EngineConfig, width: int) ->
 
 def run_plan(session: Session, engine: EngineConfig, memory: int) -> int:
     """`inspect-cache --plan`: print what fits `memory` bytes on each GPU; needs only the model's config.json."""
-    from nanoinfer.cli.cache_view import plan_as_document, plan_as_text
+    from nanoinfer.cli.cache_plan_view import plan_as_document, plan_as_text
     from nanoinfer.loading.folder import read_json, read_model_config
     from nanoinfer.loading.resolve import resolve_model
 
@@ -107,7 +107,7 @@ def run_plan(session: Session, engine: EngineConfig, memory: int) -> int:
         name, model = source.name, read_model_config(source.folder)
     result = plan_memory(model, engine, memory)
     if session.display.json:
-        print(json.dumps(plan_as_document(name, model, result), indent=2))
+        session.show(json.dumps(plan_as_document(name, model, result), indent=2))
     else:
-        print(plan_as_text(name, model, result))
+        session.show(plan_as_text(name, model, result))
     return OK

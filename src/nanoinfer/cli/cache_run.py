@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from nanoinfer.cli.batch import BatchPolicy, BatchRun, BatchTotals
 from nanoinfer.cli.batch_input import Batch, read_batch
 from nanoinfer.cli.batch_report import report_problems
+from nanoinfer.cli.cache_hits import PrefixBreak, PrefixBreaks
 from nanoinfer.cli.cache_report import analyse, snapshot_problems
-from nanoinfer.cli.cache_view import CacheRun, as_document, as_text
+from nanoinfer.cli.cache_view import CacheRun, Look, run_as_document, run_as_text
 from nanoinfer.cli.command import ENGINE_FAILURE, FAILED_REQUESTS, OK
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.errors import UserError
+from nanoinfer.ui.glyphs import ASCII, UNICODE
 
 if TYPE_CHECKING:
     from nanoinfer.engine.cache_snapshot import CacheSnapshot
@@ -51,7 +53,8 @@ def run_inspection(
         )
         with display, monitor.also(watch.observe, display.observe, after_tick=display.tick):
             run.run(session.interrupts, monitor.tick)
-        problems = _report(session, llm, watch, batch, top=top, show_text=show_text)
+        decode = llm.tokenizer.decode if show_text and llm.tokenizer is not None else None
+        problems = _report(session, llm, watch, batch, Look(top, decode, ASCII if session.console.ascii else UNICODE))
     if problems:
         session.console.error("the cache's own checks failed; this is a defect in nanoinfer.")
         return ENGINE_FAILURE
@@ -91,20 +94,40 @@ class CacheWatch:
             self._next_peak = event.blocks_active * self.GROWTH
 
 
-def _report(session: Session, llm: LLM, watch: CacheWatch, batch: Batch, *, top: int, show_text: bool) -> list[str]:
+def _report(session: Session, llm: LLM, watch: CacheWatch, batch: Batch, look: Look) -> list[str]:
     """Print the report; returns what is broken."""
-    end = llm.cache_snapshot()
+    end, names = llm.cache_snapshot(), {str(request.index): request.id for request in batch.requests}
+    finished = sorted(watch.finished, key=lambda sequence: (int(sequence.request_id), sequence.index))
+    if llm.info.enable_prefix_caching:
+        breaks = _prefix_breaks(llm, batch, finished, names)
+    else:
+        breaks = [PrefixBreak("off")] * len(finished)
     report = CacheRun(
         info=llm.info,
         peak=analyse(watch.peak),
         peak_active=watch.peak_active,
         end=analyse(end),
-        finished=sorted(watch.finished, key=lambda sequence: int(sequence.request_id)),
-        ids={str(request.index): request.id for request in batch.requests},
+        finished=finished,
+        ids=names,
+        breaks=breaks,
         problems=llm.check_integrity() + snapshot_problems(end),
     )
     if session.display.json:
-        print(json.dumps(as_document(report), ensure_ascii=False, indent=2))
+        session.show(json.dumps(run_as_document(report), ensure_ascii=False, indent=2))
     else:
-        print(as_text(report, top, llm.tokenizer.decode if show_text and llm.tokenizer is not None else None))
+        session.show(run_as_text(report, look))
     return report.problems
+
+
+def _prefix_breaks(
+    llm: LLM, batch: Batch, finished: list[FinishedSequence], names: dict[str, str | int]
+) -> list[PrefixBreak]:
+    """Where the prefix of every finished sequence broke; the prompts are encoded once more for that."""
+    ran = {sequence.request_id for sequence in finished}
+    prompts = {
+        str(request.index): llm.encode(request.prompt, request.template_options)[1]
+        for request in batch.requests
+        if str(request.index) in ran
+    }
+    prefixes = PrefixBreaks(prompts, llm.info.block_size)
+    return [prefixes.explain(sequence, names) for sequence in finished]

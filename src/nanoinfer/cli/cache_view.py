@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from nanoinfer.cli.cache_plan import MemoryPlan
-from nanoinfer.cli.cache_report import CacheReport, PrefixNode, tree_as_json
+from nanoinfer.cli.cache_hits import PrefixBreak
+from nanoinfer.cli.cache_map import bar, block_map, legend, reference_histogram
+from nanoinfer.cli.cache_report import CacheReport, PrefixNode, tree_as_json, walk
 from nanoinfer.engine.events import FinishedSequence
 from nanoinfer.engine.info import EngineInfo
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.ui.glyphs import UNICODE, Glyphs
 from nanoinfer.ui.text import byte_size, count, one_line, plural
 
 Decode = Callable[[list[int]], str]
 
-BAR_WIDTH = 50
+MARGIN = " " * 12
 
 
-def bar(active: int, cached: int, free: int, width: int = BAR_WIDTH) -> str:
-    """The pool in three states, `width` cells long; a state that exists has at least one cell."""
-    total = active + cached + free
-    cells = [max(round(width * part / total), 1) if part else 0 for part in (active, cached)]
-    rest = width - sum(cells)
-    if free and rest < 1:
-        cells[cells.index(max(cells))] -= 1 - rest
-        rest = 1
-    return "█" * cells[0] + "▓" * cells[1] + "░" * rest
+@dataclass(frozen=True)
+class Look:
+    """How a report is shown: rows of its longest lists, and what turns token ids into text, if that is wanted."""
+
+    top: int
+    decode: Decode | None = None
+    glyphs: Glyphs = UNICODE
 
 
 @dataclass(frozen=True)
@@ -39,105 +38,184 @@ class CacheRun:
     end: CacheReport
     finished: Sequence[FinishedSequence]
     ids: Mapping[str, str | int]  # the engine's request ids -> those of the prompts file
-    problems: list[str]
+    breaks: Sequence[PrefixBreak]  # parallel to `finished`
+    problems: list[str] = field(default_factory=list)
 
     def name_of(self, sequence: FinishedSequence) -> str | int:
         return self.ids.get(sequence.request_id, sequence.request_id)
 
 
-def as_text(run: CacheRun, top: int, decode: Decode | None) -> str:
-    """The whole report, at most 80 columns wide; `decode` shows the text of cached prefixes."""
+def run_as_text(run: CacheRun, look: Look) -> str:
+    """The whole report of a run, at most 80 columns wide."""
     info, peak, end = run.info, run.peak, run.end
-    lines = [
-        f"KV pool     {count(info.num_blocks)} blocks of {info.block_size} tokens, {byte_size(info.kv_bytes)} "
-        f"({byte_size(info.kv_bytes / info.num_blocks)} a block, {info.dtype})",
-        "",
-        f"fullest     {_states(peak)}",
-        f"            {bar(peak.active, peak.cached, peak.free)}",
-        f"            most active at once: {count(run.peak_active)} ({_percent(run.peak_active, info.num_blocks)}); "
-        f"{plural(peak.wasted_tokens, 'empty slot')} in last blocks",
-        f"            {_references(peak)}",
-        f"at the end  {_states(end)}, {plural(end.evictions, 'eviction')}",
-        f"            {bar(end.active, end.cached, end.free)}",
-        "            █ active   ▓ cached (can be hit, or evicted)   ░ free",
-        "",
-        *_tree_lines(end, top, decode),
-        "",
-        *_hit_lines(run, top),
-        "",
-    ]
-    if end.next_victims:
-        lines.append("next out    blocks " + ", ".join(map(str, end.next_victims[:10])))
-    lines.append("integrity   " + ("BROKEN" if run.problems else "ok"))
-    lines += [f"            {problem}" for problem in run.problems]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"KV pool     {count(info.num_blocks)} blocks of {info.block_size} tokens, {byte_size(info.kv_bytes)} "
+            f"({byte_size(info.kv_bytes / info.num_blocks)} a block, {info.dtype})",
+            "",
+            *state_lines("fullest", peak, look),
+            f"{MARGIN}most active at once: {count(run.peak_active)} ({percent(run.peak_active, info.num_blocks)})",
+            *use_lines(peak, look),
+            "",
+            *state_lines("at the end", end, look),
+            f"{MARGIN}{legend(look.glyphs)}",
+            "",
+            *tree_lines(end, look),
+            "",
+            *_hit_lines(run, look),
+            "",
+            *verdict_lines(end, run.problems),
+        ]
+    )
 
 
-def _states(report: CacheReport) -> str:
-    return f"{count(report.active)} active, {count(report.cached)} cached, {count(report.free)} free"
+def snapshot_as_text(report: CacheReport, problems: list[str], engine: Mapping[str, Any], look: Look) -> str:
+    """The report of one moment that was saved to a file."""
+    model = f" of {one_line(str(engine['model']))}, {engine['dtype']}" if engine else ""
+    return "\n".join(
+        [
+            f"KV pool     {count(report.num_blocks)} blocks of {report.block_size} tokens{model}",
+            "",
+            *state_lines("at the end", report, look),
+            f"{MARGIN}{legend(look.glyphs)}",
+            *use_lines(report, look),
+            "",
+            *tree_lines(report, look),
+            "",
+            *verdict_lines(report, problems),
+        ]
+    )
 
 
-def _percent(part: int, whole: int) -> str:
+def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
-def _references(report: CacheReport) -> str:
-    shared = [
-        f"{plural(blocks, 'block')} by {refs} sequences" for refs, blocks in report.references.items() if refs > 1
+def state_lines(label: str, report: CacheReport, look: Look) -> list[str]:
+    """The three states as numbers and as a bar."""
+    states = f"{count(report.active)} active, {count(report.cached)} cached, {count(report.free)} free"
+    evictions = f"; {plural(report.evictions, 'eviction')} so far" if report.evictions else ""
+    return [
+        f"{label:12}{states}{evictions}",
+        f"{MARGIN}{bar(report.active, report.cached, report.free, glyphs=look.glyphs)}",
     ]
-    return "shared: " + (", ".join(shared[-3:]) if shared else "no block at that moment")
 
 
-def _tree_lines(report: CacheReport, top: int, decode: Decode | None) -> list[str]:
-    published = report.active + report.cached
-    lines = [
-        f"prefixes    {plural(published, 'block')} in {plural(len(report.tree), 'tree')}, the longest path has "
-        f"{plural(report.depth, 'block')}"
-    ]
-    rows: list[str] = []
-    stack = [(node, 0) for node in reversed(report.tree)]
-    while stack:
-        node, level = stack.pop()
-        rows.append(_tree_row(node, level, report.block_size, decode))
-        stack += [(child, level + 1) for child in reversed(node.children)]
-    lines += rows[:top]
-    if len(rows) > top:
-        lines.append(f"            ... {len(rows) - top} more branches (--top {len(rows)} shows all)")
+def use_lines(report: CacheReport, look: Look) -> list[str]:
+    """The map, and for active blocks who holds them and how full they are."""
+    per_cell, rows = block_map(report, look.glyphs)
+    lines = [f"block map   {plural(per_cell, 'block')} a cell, by id; a digit: active and held by so many"]
+    lines += [f"{MARGIN}{row}" for row in rows]
+    if report.references:
+        slots = report.active * report.block_size
+        lines.append(f"references  {plural(report.active, 'active block')} by the number of tables that hold them")
+        lines += [f"{MARGIN}{row}" for row in reference_histogram(report, glyphs=look.glyphs)]
+        lines.append(
+            f"fragments   {count(report.empty_slots)} of {count(slots)} slots in active blocks are empty "
+            f"({percent(report.empty_slots, slots)})"
+        )
     return lines
 
 
-def _tree_row(node: PrefixNode, level: int, block_size: int, decode: Decode | None) -> str:
+def tree_lines(report: CacheReport, look: Look) -> list[str]:
+    """The published prefixes as a tree, and the shared ones by what they saved."""
+    published = sum(len(node.blocks) for node, _ in walk(report.tree))
+    lines = [
+        f"prefixes    {plural(published, 'block')} in {plural(len(report.tree), 'tree')}, the longest path has "
+        f"{plural(report.depth, 'block')}",
+        f"{MARGIN}(idle: how many admissions and releases ago it was last used)",
+    ]
+    rows = [_tree_row(node, level, report, look) for node, level in walk(report.tree)]
+    lines += rows[: look.top] + _more(len(rows), look.top, "branches")
+    shared = sorted((node for node, _ in walk(report.tree) if node.hits), key=lambda node: -_saved(node))
+    if shared:
+        lines.append("shared most")
+        lines += [_shared_row(node, report, look) for node in shared[: min(look.top, 5)]]
+    return lines
+
+
+def _more(rows: int, top: int, what: str) -> list[str]:
+    return [f"{MARGIN}... {count(rows - top)} more {what} (--top {rows} shows all)"] if rows > top else []
+
+
+def _span(node: PrefixNode, block_size: int) -> str:
     start, end = node.depth * block_size, (node.depth + len(node.blocks)) * block_size
-    indent = "  " * min(level, 8)
-    row = f"  {indent}tokens {start}-{end - 1} ({plural(len(node.blocks), 'block')}), {plural(node.hits, 'hit')}"
-    if decode is not None:
-        row += "  " + one_line(decode(node.token_ids), max(78 - len(row), 20))
-    return row
+    return f"tokens {start}-{end - 1} ({plural(len(node.blocks), 'block')})"
 
 
-def _hit_lines(run: CacheRun, top: int) -> list[str]:
+def _tree_row(node: PrefixNode, level: int, report: CacheReport, look: Look) -> str:
+    use = f"held by {node.refs}" if node.refs else f"idle {count(report.num_uses - node.last_use)}"
+    row = f"  {'  ' * min(level, 8)}{_span(node, report.block_size)}, {plural(node.hits, 'hit')}, {use}"
+    return _with_text(row, node, look)
+
+
+def _saved(node: PrefixNode) -> int:
+    """Tokens that the run's hits saved from being computed."""
+    return sum(block.hits * len(block.token_ids or ()) for block in node.blocks)
+
+
+def _shared_row(node: PrefixNode, report: CacheReport, look: Look) -> str:
+    digest = (node.blocks[-1].digest or "")[:8]
+    row = f"  {digest} {_span(node, report.block_size)}, {plural(node.hits, 'hit')} saved {count(_saved(node))} tokens"
+    return _with_text(row, node, look)
+
+
+def _with_text(row: str, node: PrefixNode, look: Look) -> str:
+    if look.decode is None:
+        return row
+    return f"{row}  {one_line(look.decode(node.token_ids), max(78 - len(row), 12))}"
+
+
+def _hit_lines(run: CacheRun, look: Look) -> list[str]:
     prompt = sum(sequence.prompt_tokens for sequence in run.finished)
     cached = sum(sequence.cached_tokens for sequence in run.finished)
     lines = [
-        f"hits        {count(cached)} of {count(prompt)} prompt tokens ({_percent(cached, prompt)}), "
+        f"hits        {count(cached)} of {count(prompt)} prompt tokens ({percent(cached, prompt)}), "
         f"in whole blocks of {run.info.block_size}",
-        f"            {'request':24} {'prompt':>8} {'cached':>8} {'hit':>5}",
+        f"  {'request':14} {'prompt':>7} {'cached':>7} {'hit':>5}  where the prefix broke",
     ]
-    for sequence in run.finished[:top]:
-        name, share = one_line(str(run.name_of(sequence)), 24), _percent(sequence.cached_tokens, sequence.prompt_tokens)
-        lines.append(f"            {name:24} {sequence.prompt_tokens:8} {sequence.cached_tokens:8} {share:>5}")
-    if len(run.finished) > top:
-        lines.append(f"            ... {len(run.finished) - top} more (--top {len(run.finished)} shows all)")
-    return lines
+    for sequence, broken in list(zip(run.finished, run.breaks, strict=True))[: look.top]:
+        name, share = one_line(str(run.name_of(sequence)), 14), percent(sequence.cached_tokens, sequence.prompt_tokens)
+        reason = one_line(broken.sentence(run.info.block_size), 80 - 40)
+        lines.append(f"  {name:14} {sequence.prompt_tokens:7} {sequence.cached_tokens:7} {share:>5}  {reason}")
+    return lines + _more(len(run.finished), look.top, "requests")
 
 
-def as_document(run: CacheRun) -> dict[str, Any]:
+def verdict_lines(report: CacheReport, problems: list[str]) -> list[str]:
+    lines = []
+    if report.next_victims:
+        rest = " ..." if len(report.next_victims) > 10 else ""
+        lines.append("next out    blocks " + ", ".join(map(str, report.next_victims[:10])) + rest)
+    lines.append("integrity   " + ("BROKEN" if problems else "ok"))
+    return lines + [f"{MARGIN}{problem}" for problem in problems]
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def _occupancy(report: CacheReport) -> dict[str, Any]:
+    names = ("active", "cached", "free", "evictions", "references", "empty_slots", "fragmentation")
+    return {name: getattr(report, name) for name in names}
+
+
+def _tree_document(report: CacheReport) -> dict[str, Any]:
+    return {"depth_blocks": report.depth, "num_uses": report.num_uses, "nodes": tree_as_json(report.tree)}
+
+
+def snapshot_as_document(report: CacheReport, problems: list[str], engine: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "engine": dict(engine),
+        "geometry": {"num_blocks": report.num_blocks, "block_size": report.block_size},
+        "end": _occupancy(report),
+        "block_map": report.cells,
+        "prefix_tree": _tree_document(report),
+        "next_victims": report.next_victims,
+        "integrity": {"ok": not problems, "problems": problems},
+    }
+
+
+def run_as_document(run: CacheRun) -> dict[str, Any]:
     """The report as one JSON document."""
-
-    def occupancy(report: CacheReport) -> dict[str, Any]:
-        names = ("active", "cached", "free", "evictions", "references", "wasted_tokens")
-        return {name: getattr(report, name) for name in names}
-
     info = run.info
     return {
         "geometry": {
@@ -148,9 +226,9 @@ def as_document(run: CacheRun) -> dict[str, Any]:
             "tensor_parallel_size": info.tensor_parallel_size,
         },
         "peak_active_blocks": run.peak_active,
-        "fullest": occupancy(run.peak),
-        "end": occupancy(run.end),
-        "prefix_tree": {"depth_blocks": run.end.depth, "nodes": tree_as_json(run.end.tree)},
+        "fullest": _occupancy(run.peak) | {"block_map": run.peak.cells},
+        "end": _occupancy(run.end) | {"block_map": run.end.cells},
+        "prefix_tree": _tree_document(run.end),
         "next_victims": run.end.next_victims,
         "requests": [
             {
@@ -160,37 +238,9 @@ def as_document(run: CacheRun) -> dict[str, Any]:
                 "cached_tokens": sequence.cached_tokens,
                 "output_tokens": sequence.output_tokens,
                 "preemptions": sequence.preemptions,
+                "prefix_break": {"why": broken.why, "common_tokens": broken.common, "other": broken.other},
             }
-            for sequence in run.finished
+            for sequence, broken in zip(run.finished, run.breaks, strict=True)
         ],
         "integrity": {"ok": not run.problems, "problems": run.problems},
     }
-
-
-def plan_as_text(name: str, model: ModelConfig, plan: MemoryPlan) -> str:
-    """The budget of one rank, line by line, and what it holds."""
-    split = f", split over {plan.tp} GPUs; all figures are of one" if plan.tp > 1 else ""
-    lengths = sorted({n for n in (1024, 4096, 16_384) if n < plan.max_model_len} | {plan.max_model_len})
-    return "\n".join(
-        [
-            f"{name}: {model.num_parameters() / 1e9:.2f} billion parameters in {plan.dtype}{split}",
-            "",
-            f"  memory                {byte_size(plan.memory):>10}",
-            f"  usable                {byte_size(plan.usable):>10}",
-            f"  - weights             {byte_size(plan.weights):>10}",
-            f"  - activations         {byte_size(plan.activations):>10}   estimate",
-            f"  - overhead            {byte_size(plan.overhead):>10}   estimate",
-            f"  = KV pool             {byte_size(plan.kv_bytes):>10}   {count(plan.num_blocks)} blocks of "
-            f"{plan.block_size} tokens",
-            "",
-            f"  KV of one token       {count(plan.kv_bytes_per_token):>10} B",
-            f"  tokens that fit       {count(plan.tokens):>10}",
-            *(f"  sequences of {count(n):>8} {count(plan.sequences(n)):>10}" for n in lengths),
-        ]
-    )
-
-
-def plan_as_document(name: str, model: ModelConfig, plan: MemoryPlan) -> dict[str, Any]:
-    derived = {"kv_bytes": plan.kv_bytes, "tokens": plan.tokens, "sequences": plan.sequences(plan.max_model_len)}
-    estimates = ["activations", "overhead"]
-    return {"model": name, "parameters": model.num_parameters(), **asdict(plan), **derived, "estimates": estimates}

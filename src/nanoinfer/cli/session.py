@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.options import DisplayOptions
 from nanoinfer.config import EngineConfig
-from nanoinfer.ui.console import Console
+from nanoinfer.ui.console import Console, in_ascii
 from nanoinfer.ui.loading import LoadingDisplay
 from nanoinfer.ui.text import byte_size, count
 
@@ -59,6 +60,12 @@ class Session:
         """Called before a command's own imports, which take longer than a person should look at nothing. Whatever the
         console writes next replaces it; what is printed by another way needs `console.clear_status` first."""
         self.console.status(f"{what} ...")
+
+    def show(self, report: str) -> None:
+        """Print a command's result; in ASCII where that was asked for or standard output takes nothing else."""
+        self.console.clear_status()
+        plain = self.console.ascii or not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+        print(in_ascii(report) if plain else report)
 
     @contextmanager
     def engine(self, config: EngineConfig) -> Iterator[LLM]:

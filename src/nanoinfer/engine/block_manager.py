@@ -41,6 +41,9 @@ class BlockManager:
         self._parents: list[bytes] = [b""] * num_blocks
         self._contents: list[bytes] = [b""] * num_blocks
         self._hits = [0] * num_blocks
+        # A clock that ticks at each admission and each release of a table, and when it last touched a block.
+        self._num_uses = 0
+        self._last_use = [0] * num_blocks
         self._index: dict[bytes, int] = {}  # digest -> block
         # Two free lists: blocks with nothing worth keeping go first, then cached blocks, least recently freed first.
         self._blank = list(range(num_blocks - 1, -1, -1))
@@ -99,11 +102,13 @@ class BlockManager:
         The caller has checked that `match.free_blocks_needed` blocks are free. Moves the cursor behind the hits.
         """
         assert not seq.block_table, seq
+        self._num_uses += 1
         for block in match.hit_blocks:
             if self._ref_counts[block] == 0:
                 del self._cached[block]
             self._ref_counts[block] += 1
             self._hits[block] += 1
+            self._last_use[block] = self._num_uses
         seq.block_table.extend(match.hit_blocks)
         seq.num_computed_tokens = len(match.hit_blocks) * self.block_size
         seq.num_published_blocks = len(match.hit_blocks)
@@ -123,6 +128,7 @@ class BlockManager:
             self.num_evictions += 1
         assert self._ref_counts[block] == 0, (block, self._ref_counts[block])
         self._ref_counts[block] = 1
+        self._last_use[block] = self._num_uses
         seq.block_table.append(block)
         return block
 
@@ -143,7 +149,9 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Release all blocks of `seq`, last block first, so that a chain loses its tail before its head."""
+        self._num_uses += 1
         for block in reversed(seq.block_table):
+            self._last_use[block] = self._num_uses
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 if self._digests[block] is None:
@@ -246,6 +254,7 @@ class BlockManager:
                 parent=self._parents[block].hex() or None,
                 hits=self._hits[block],
                 token_ids=list(unpack(self._contents[block])) if digest is not None else None,
+                last_use=self._last_use[block],
             )
             for block, digest in enumerate(self._digests)
         ]
@@ -261,4 +270,5 @@ class BlockManager:
             blocks=blocks,
             tables=tables,
             next_victims=list(self._cached),
+            num_uses=self._num_uses,
         )

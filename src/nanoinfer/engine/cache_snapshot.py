@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,7 +14,10 @@ SCHEMA = "nanoinfer-cache-1"
 
 @dataclass(frozen=True, slots=True)
 class BlockSnapshot:
-    """One physical block. Digest, parent and token ids are None unless it is published; hits count its re-uses."""
+    """One physical block. Digest, parent and token ids are None unless it is published; hits count its re-uses.
+
+    `last_use` is on the snapshot's clock: `num_uses` admissions and releases of tables have been until now.
+    """
 
     block: int
     state: Literal["active", "cached", "free"]
@@ -23,6 +26,7 @@ class BlockSnapshot:
     parent: str | None  # digest of the block before it; None for the first block of a text
     hits: int
     token_ids: list[int] | None
+    last_use: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,10 @@ class TableSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """Geometry, every block, the tables of running sequences, and cached blocks in the order of their eviction."""
+    """Geometry, every block, the tables of running sequences, and cached blocks in the order of their eviction.
+
+    `engine` has the facts of EngineInfo, where the snapshot is an engine's own.
+    """
 
     num_blocks: int
     block_size: int
@@ -45,6 +52,8 @@ class CacheSnapshot:
     blocks: list[BlockSnapshot]
     tables: list[TableSnapshot]
     next_victims: list[int]
+    num_uses: int = 0
+    engine: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}

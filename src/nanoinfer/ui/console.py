@@ -15,6 +15,11 @@ _IN_ASCII = str.maketrans({"·": "-", "…": "~", "±": "+", "≤": "<"})
 LOG_INTERVAL_S = 10.0  # between the lines about one activity where no terminal shows it as it moves
 
 
+def in_ascii(text: str) -> str:
+    """`text` with every character beyond ASCII replaced: our own signs by their like, all others by a question mark."""
+    return text.translate(_IN_ASCII).encode("ascii", "replace").decode()
+
+
 def colour_wanted(stream: TextIO, no_color: bool) -> bool:
     """Whether escape codes may be written to `stream` (https://no-color.org, TERM=dumb, pipes)."""
     return not no_color and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
@@ -51,7 +56,7 @@ class Console:
 
     def _write(self, text: str) -> None:
         if self.ascii:
-            text = text.translate(_IN_ASCII).encode("ascii", "replace").decode()
+            text = in_ascii(text)
         try:
             self.stream.write(text)
             self.stream.flush()

@@ -61,7 +61,8 @@ def cells_of(values: Sequence[int], width: int) -> list[int]:
     while sum(cells) < width:
         cells[max(range(len(cells)), key=lambda i: exact[i] - cells[i])] += 1
     while sum(cells) > width:
-        cells[max(range(len(cells)), key=lambda i: cells[i] - exact[i])] -= 1
+        # The only cell of a value goes last, however much more than its share it is.
+        cells[max(range(len(cells)), key=lambda i: (cells[i] > 1, cells[i] - exact[i]))] -= 1
     return cells
 
 

@@ -1,0 +1,48 @@
+"""`inspect-cache --cache-snapshot FILE`: the report of a KV pool that an earlier run saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from nanoinfer.cli.cache_report import analyse, snapshot_problems
+from nanoinfer.cli.cache_view import Decode, Look, snapshot_as_document, snapshot_as_text
+from nanoinfer.cli.command import ENGINE_FAILURE, OK
+from nanoinfer.cli.session import Session
+from nanoinfer.config import EngineConfig
+from nanoinfer.engine.cache_snapshot import CacheSnapshot
+from nanoinfer.errors import UserError
+from nanoinfer.ui.glyphs import ASCII, UNICODE
+
+
+def report_snapshot(session: Session, engine: EngineConfig, path: Path, *, top: int, show_text: bool) -> int:
+    """Returns the exit code: 1 if the pool's own invariants are broken."""
+    snapshot = CacheSnapshot.read(path)
+    report, problems = analyse(snapshot), snapshot_problems(snapshot)
+    if session.display.json:
+        session.show(json.dumps(snapshot_as_document(report, problems, snapshot.engine), indent=2))
+    else:
+        decode = _decoder(engine, snapshot) if show_text else None
+        look = Look(top, decode, ASCII if session.console.ascii else UNICODE)
+        session.show(snapshot_as_text(report, problems, snapshot.engine, look))
+    if problems:
+        session.console.error(f"{path} does not hold together: the file was changed, or nanoinfer has a defect.")
+        return ENGINE_FAILURE
+    return OK
+
+
+def _decoder(engine: EngineConfig, snapshot: CacheSnapshot) -> Decode:
+    """The tokenizer of the model that was named, or else of the snapshot's own; no weights are read."""
+    from nanoinfer.engine.tokenizer import Tokenizer
+    from nanoinfer.loading.resolve import resolve_model
+
+    model = engine.model or snapshot.engine.get("model")
+    if model is None:
+        raise UserError("the snapshot does not say which model it is of; name the model for --show-text with -m.")
+    try:
+        source = resolve_model(str(model), revision=engine.revision)
+    except UserError as error:
+        raise UserError(f"{error} --show-text needs the model's tokenizer; name its folder with -m.") from error
+    if not source.has_tokenizer:
+        raise UserError(f"{source.name} has no tokenizer, so there is no text to show; leave --show-text out.")
+    return Tokenizer.from_folder(source.folder).decode
