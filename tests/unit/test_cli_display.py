@@ -6,9 +6,9 @@ import io
 import random
 
 import pytest
+from recorded_run import info
 
 from nanoinfer.engine.events import FinishedSequence, RequestTiming, StepEvent
-from nanoinfer.engine.info import EngineInfo
 from nanoinfer.ui.console import Console
 from nanoinfer.ui.plain import choose_ui, status_line
 from nanoinfer.ui.progress import TokenProgress
@@ -73,22 +73,14 @@ def test_a_run_that_is_over_has_nothing_left() -> None:
     assert progress.eta_seconds(3, 5.0) == 0
 
 
-def info() -> EngineInfo:
-    return EngineInfo(
-        model="fake", model_reason="", architecture="Fake", device="cpu", dtype="float32", attention="torch",
-        attention_reason="", kernels="eager", tensor_parallel_size=1, block_size=16, num_blocks=100, kv_bytes=1 << 20,
-        weight_bytes=1, vocab_size=100, max_model_len=100, max_num_seqs=8, max_num_batched_tokens=64,
-        schedule="mixed", enable_prefix_caching=True,
-    )  # fmt: skip
-
-
 def test_the_line_says_what_happens() -> None:
-    builder = SnapshotBuilder(info(), clock=lambda: 2.0)
+    builder = SnapshotBuilder(info(), clock=lambda: 5.0)
     builder.expect(1200, 20.0)
     builder.observe(step(1.0, {"a": 20}, prefill=100))
     line = status_line(builder.snapshot(Requests(1200, 1, 1)))
     for text in (
-        "1/1,200 done (1 failed)", "20:11 left", "3 running, 5 waiting", "KV 30% active 20% cached", "prefix hits 50%",
+        "1/1,200 done (1 failed)", "1:20:08 left", "3 running, 5 waiting", "KV 30% active 20% cached",
+        "prefix hits 50%",
     ):  # fmt: skip
         assert text in line
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from nanoinfer.cli.command import BAD_INPUT, FAILED_REQUESTS, OK
 from nanoinfer.cli.length_check import check_lengths
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.options import OnError, Order, ThinkChoice, thinking_options
-from nanoinfer.cli.records import to_json_line, to_plain_text
+from nanoinfer.cli.records import Record, to_json_line, to_plain_text
 from nanoinfer.cli.results_file import ResultsFile, ResultSink, StreamResults, open_results
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig, SamplingParams
@@ -91,7 +92,11 @@ def _run(
     from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
 
     a_person_reads = batch.from_command_line and len(batch.entries) == 1 and isinstance(sink, StreamResults)
-    render = to_plain_text if a_person_reads and not session.display.json else to_json_line
+    render: Callable[[Record], bytes] = to_json_line
+    if a_person_reads and not session.display.json:
+        render = to_plain_text
+    if isinstance(sink, StreamResults) and sink.is_terminal:
+        render = harmless(render)
     with session.engine(engine) as llm, monitor.watching(llm):
         base = llm.default_sampling.with_options(policy.sampling)
         report_sampling(session.console, llm, base, batch)
@@ -114,6 +119,11 @@ def _run(
             )
         sink.finish()
         return session.services.clock() - started
+
+
+def harmless(render: Callable[[Record], bytes]) -> Callable[[Record], bytes]:
+    """`render` for a terminal, which must show what a model writes and never obey it."""
+    return lambda record: text.visible(render(record).decode("utf-8", "replace")).encode("utf-8", "replace")
 
 
 def _refuse_useless(batch: Batch, on_error: OnError, max_errors: int | None) -> None:

@@ -88,6 +88,10 @@ class StreamResults:
         self._next = 0
         self._waiting: dict[int, bytes] = {}
 
+    @property
+    def is_terminal(self) -> bool:
+        return self._stream.isatty()
+
     def write(self, index: int, line: bytes) -> None:
         if not self._in_order:
             self._put(line)

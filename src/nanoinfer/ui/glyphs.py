@@ -43,6 +43,16 @@ def clip(text: str, width: int, glyphs: Glyphs) -> str:
     return set_cell_size(text, width - 1).rstrip() + glyphs.ellipsis if width > 0 else ""
 
 
+def clip_left(text: str, width: int, glyphs: Glyphs) -> str:
+    """The same, but the end is kept: of a path it says more than the beginning."""
+    if width_of(text) <= width:
+        return text
+    kept = text[-width:]
+    while width_of(kept) > width - 1:
+        kept = kept[1:]
+    return glyphs.ellipsis + kept
+
+
 def harmless(text: str, glyphs: Glyphs) -> str:
     """Text from outside in one line that cannot drive the terminal, reverse its direction or leave the character set:
     whatever is not printable becomes a question mark."""
@@ -54,7 +64,7 @@ def cells_of(values: Sequence[int], width: int) -> list[int]:
     """`width` cells shared out in proportion to `values` (rounded by largest remainder); what is not zero gets at
     least one cell if there are enough."""
     total = sum(values)
-    if not total:
+    if not total or width <= 0:
         return [0] * len(values)
     exact = [value * width / total for value in values]
     cells = [max(int(share), value > 0) for share, value in zip(exact, values, strict=True)]

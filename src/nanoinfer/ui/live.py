@@ -11,25 +11,28 @@ FRAME_S = 0.25  # at most four frames a second
 # The thread's share of the time, kept by drawing less often where frames are dear; but never less than this often.
 CPU_SHARE, SLOWEST_FRAME_S = 0.008, 2.0
 
-Size = Callable[[], tuple[int, int]]
-Draw = Callable[[int, int], str]
+Size = Callable[[], tuple[int, int]]  # the terminal's columns and lines
+Draw = Callable[[int, int], str]  # columns, lines -> a frame
+
+
+def pause_after(cpu_seconds: float, elapsed: float) -> float:
+    """How long to wait before the next frame if those so far have taken that much processor time."""
+    overdrawn = cpu_seconds / CPU_SHARE - elapsed
+    return min(max(FRAME_S, overdrawn), SLOWEST_FRAME_S)
 
 
 class Screen:
     """The rows above the cursor that a frame takes. The cursor rests at the start of the line below them, visible, so
-    that a killed run leaves a usable terminal. `size` gives the terminal's columns and lines."""
+    that a killed run leaves a usable terminal."""
 
-    def __init__(self, stream: TextIO, size: Size) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._size = size
         self._rows = 0
         self._columns = 0
 
-    def draw(self, draw: Draw) -> None:
-        """Replace the frame by what `draw(columns, lines)` returns: lines shorter than the terminal is wide, and fewer
-        of them than it is high."""
-        columns, lines = self._size()
-        frame = draw(columns, lines).split("\n")
+    def draw(self, text: str, columns: int, lines: int) -> None:
+        """Replace the frame by `text`: lines shorter than the terminal is wide, and fewer of them than it is high."""
+        frame = text.split("\n")
         erase = self._to_first_row()
         if self._rows and columns < self._columns:
             # Many terminals now show the old frame's lines wrapped, over more rows than it had, and none says so.
@@ -52,15 +55,19 @@ class Screen:
 
 
 class LiveThread:
-    """Calls `work`, then draws, a few times a second until `stop`. Other output to the terminal comes after `suspend`,
-    which takes the frame away until `resume`. An error stops the drawing and is kept; `work` goes on."""
+    """Calls `work`, then shows what `draw` returns, a few times a second until `stop`.
 
-    def __init__(self, screen: Screen, work: Callable[[], None], draw: Draw) -> None:
+    Other output to the terminal comes after `suspend`, which takes the frame away until `resume`. An error in drawing
+    ends the drawing and is kept; `work` goes on.
+    """
+
+    def __init__(self, screen: Screen, size: Size, work: Callable[[], None], draw: Draw) -> None:
         self.cpu_seconds = 0.0
         """The processor time of the thread so far."""
         self.frames = 0
         self.error: Exception | None = None
         self._screen = screen
+        self._size = size
         self._work = work
         self._draw = draw
         self._lock = threading.Lock()  # held while the terminal is written to
@@ -91,20 +98,24 @@ class LiveThread:
 
     def draw_last(self) -> None:
         """After `stop`: draw once more, to stay."""
-        self._guarded(lambda: self._screen.draw(self._draw))
+        self._guarded(self._frame)
+
+    def _frame(self) -> None:
+        columns, lines = self._size()
+        text = self._draw(columns, lines)
+        with self._lock:
+            if not self._suspended or self.is_stopped:
+                self._screen.draw(text, columns, lines)
+                self.frames += 1
 
     def _run(self) -> None:
         started = time.perf_counter()
         pause = FRAME_S
         while not self._stopped.wait(pause):
             self._work()
-            with self._lock:
-                if not self._suspended:
-                    self._guarded(lambda: self._screen.draw(self._draw))
-                    self.frames += 1
+            self._guarded(self._frame)
             self.cpu_seconds = time.thread_time()
-            overdrawn = self.cpu_seconds / CPU_SHARE - (time.perf_counter() - started)
-            pause = min(max(FRAME_S, overdrawn), SLOWEST_FRAME_S)
+            pause = pause_after(self.cpu_seconds, time.perf_counter() - started)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         if self.error is None:

@@ -29,7 +29,7 @@ class TokenProgress:
 
     @property
     def unfinished(self) -> int:
-        return self._total - self._finished
+        return max(self._total - self._finished, 0)
 
     def remaining_tokens(self, tokens: int) -> float | None:
         """Output tokens still to come, as far as one can know; None while nothing is known."""

@@ -6,12 +6,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanoinfer.engine.latency import Distribution
-from nanoinfer.ui.glyphs import UNICODE, Glyphs, Piece, bar, clip, harmless, mark, sparkline, width_of
+from nanoinfer.ui.glyphs import (
+    UNICODE,
+    Glyphs,
+    Piece,
+    bar,
+    cells_of,
+    clip,
+    clip_left,
+    harmless,
+    mark,
+    sparkline,
+    width_of,
+)
 from nanoinfer.ui.snapshot import RunSnapshot
 from nanoinfer.ui.text import byte_size, count, duration, milliseconds, plural, rate
 
 LABEL_WIDTH = 10
 LEAST_BAR = 10
+MODEL_WIDTH = 40
 
 # The sixteen colours of the terminal's own theme, so that both light and dark backgrounds work.
 DIM, BOLD, GOOD, SHARED, BAD, WARN = "dim", "bold", "green", "cyan", "red", "yellow"
@@ -70,7 +83,7 @@ def title_row(snapshot: RunSnapshot, layout: Layout) -> Row:
     left = " ".join(filter(None, ("nanoinfer", harmless(snapshot.title, layout.glyphs))))
     right = f"{duration(snapshot.metrics.run.seconds)} elapsed"
     middle = f" {layout.glyphs.dot} {snapshot.phase}"
-    gap = layout.width - len(left) - len(middle) - len(right)
+    gap = layout.width - width_of(left) - len(middle) - len(right)
     if gap < 1:
         return [(clip(left + middle, layout.width, layout.glyphs), BOLD)]
     return [(left, BOLD), (middle, ""), (" " * gap + right, DIM)]
@@ -78,9 +91,7 @@ def title_row(snapshot: RunSnapshot, layout: Layout) -> Row:
 
 def model_row(snapshot: RunSnapshot, layout: Layout) -> Row:
     info = snapshot.info
-    name = harmless(info.model, layout.glyphs)
-    # The end of a path says more than its beginning.
-    name = name if width_of(name) <= 40 else layout.glyphs.ellipsis + name[-39:]
+    name = clip_left(harmless(info.model, layout.glyphs), MODEL_WIDTH, layout.glyphs)
     return layout.row(
         "model",
         [
@@ -137,15 +148,16 @@ def kv_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
     metrics, info, glyphs = snapshot.metrics, snapshot.info, layout.glyphs
     active, cached, free = metrics.blocks_active, metrics.blocks_cached, metrics.blocks_free
     if not active + cached + free:  # no step has run yet
-        free = info.num_blocks
+        free = max(info.num_blocks, 1)
     total = active + cached + free
     peak = metrics.peak_blocks_active
     at_peak = f"peak {count(peak)} {percent(peak, total)}"
     beside = f" {count(total)} blocks of {info.block_size} tokens" if layout.is_wide else f" {at_peak}"
     room = layout.width - LABEL_WIDTH - len(beside)
     pieces = bar((active, cached, free), (GOOD, SHARED, DIM), glyphs.bar, room)
-    if peak > active:
-        pieces = mark(pieces, min(peak * room // total, room - 1), glyphs.peak)
+    at = min(peak * room // total, room - 1)
+    if at > cells_of((active, cached, free), room)[0]:
+        pieces = mark(pieces, at, glyphs.peak)
     legend = [
         Part(f"{fill} {count(blocks)} {name}" + (f" {percent(blocks, total)}" if layout.is_wide else ""), style)
         for fill, blocks, name, style in zip(

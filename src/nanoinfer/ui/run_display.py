@@ -56,7 +56,7 @@ class RunDisplay:
         self._due = clock() + LOG_INTERVAL_S
         self.thread: LiveThread | None = None
         if self._ui == "live":
-            self.thread = LiveThread(Screen(console.stream, console.size), self._take_in, self._draw)
+            self.thread = LiveThread(Screen(console.stream), console.size, self._take_in, self._draw)
 
     def observe(self, event: StepEvent) -> None:
         self._events.append(event)

@@ -12,6 +12,8 @@ from nanoinfer.engine.latency import SLO
 from nanoinfer.engine.metrics import Latencies, Metrics, MetricsSnapshot
 from nanoinfer.ui.progress import TokenProgress
 
+ETA_AFTER_S = 3.0  # the first prefills say nothing about the speed to come
+
 
 @dataclass(frozen=True, slots=True)
 class Requests:
@@ -80,14 +82,16 @@ class SnapshotBuilder:
         now = self._clock() if self._clock is not None else None
         metrics = self.metrics.snapshot(now)
         requests = requests or Requests()
-        eta = self._progress.eta_seconds(metrics.run.output_tokens, metrics.recent.output_tokens_per_s)
+        eta = None
+        if metrics.run.seconds >= ETA_AFTER_S and not requests.are_done:
+            eta = self._progress.eta_seconds(metrics.run.output_tokens, metrics.recent.output_tokens_per_s)
         return RunSnapshot(
             info=self._info,
             title=self._title,
             phase="done" if requests.are_done else self._phase(metrics),
             requests=requests,
             to_come=max(self._progress.unfinished - metrics.running - metrics.waiting, 0),
-            eta_s=None if requests.are_done else eta,
+            eta_s=eta,
             metrics=metrics,
             latencies=self._window_latencies(metrics.time, exact=exact),
             warning=warning,
