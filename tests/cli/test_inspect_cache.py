@@ -117,6 +117,44 @@ def test_a_plan_needs_only_a_config(nanoinfer: Program, config: Path) -> None:
     assert plan(nanoinfer, config, "--memory", "24GiB", "--device", "cpu")["block_size"] == 16
 
 
+QWEN3_32B = QWEN3_0_6B | {
+    "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA_3_1_70B = LLAMA_3_1_8B | {
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters", "kv_bytes_per_token"),
+    [
+        (QWEN3_0_6B, 596_049_920, 114_688),
+        (QWEN3_32B, 32_762_123_264, 262_144),
+        (LLAMA_3_1_8B, 8_030_261_248, 131_072),
+        (LLAMA_3_1_70B, 70_553_706_496, 327_680),
+    ],
+)
+def test_published_models_are_planned_exactly(
+    nanoinfer: Program, tmp_path: Path, shape: dict[str, Any], parameters: int, kv_bytes_per_token: int
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(shape))
+    document = plan(nanoinfer, path, "--memory", "200GiB")
+    assert (document["parameters"], document["weights"]) == (parameters, 2 * parameters)
+    assert document["kv_bytes_per_token"] == kv_bytes_per_token
+    # All of them have eight KV heads: split over up to eight ranks, replicated beyond.
+    for tp, share in ((2, 2), (4, 4), (8, 8), (16, 8)):
+        one_rank = plan(nanoinfer, path, "--memory", "200GiB", "--tp", str(tp))
+        assert one_rank["kv_bytes_per_token"] * share == kv_bytes_per_token
+        assert parameters / tp <= one_rank["weights"] / 2 < parameters / tp * (1.6 if tp > 8 else 1.01)
+
+
 def test_a_plan_of_two_ranks_halves_the_kv_of_a_token(nanoinfer: Program, config: Path) -> None:
     document = plan(nanoinfer, config, "--memory", "24GiB", "--tp", "2", "--block-size", "32", "--dtype", "float32")
     assert document["kv_bytes_per_token"] == 114_688

@@ -154,7 +154,7 @@ def test_a_comparison_says_better_worse_or_same() -> None:
     assert found["output_throughput"]["ratio"] == 1.25
     assert found["preemptions"]["ratio"] is None
     noisy = compare({**earlier, "std": {"output_throughput": 20.0}}, {**now, "std": {"output_throughput": 10.0}})
-    assert noisy["output_throughput"]["verdict"] == "same"
+    assert noisy["output_throughput"]["verdict"] == "noise"
     lines = comparison_lines(found, ["kernels: eager -> triton"], Path("old.json"))
     assert lines[1] == "  kernels: eager -> triton"
     assert any(line.split() == ["output_throughput", "100", "125", "1.25x", "+", "better"] for line in lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import UserError
-from nanoinfer.ui.text import rate
+from nanoinfer.ui.text import count, rate
 
 Result = dict[str, Any]
 
@@ -36,7 +36,7 @@ FIGURES = {
     "roofline.decode.fraction_of_copy": True,
     "roofline.prefill.fraction_of_product": True,
 }
-# Ratios this close to 1 are called the same, unless the runs' own deviation says that even more is noise.
+# Ratios this close to 1 are called the same.
 SAME = 0.02
 
 
@@ -81,17 +81,20 @@ def other_settings(earlier: Result, now: Result) -> list[str]:
 
 
 def compare(earlier: Result, now: Result) -> Result:
-    """{figure: {earlier, now, ratio, verdict}} of those that both have; verdict is better, worse or same."""
+    """{figure: {earlier, now, ratio, verdict}} of those that both have; verdict is better, worse, same, or noise where
+    the runs of one result differ among themselves as much as the two results do."""
     found = {}
     for name, more_is_better in FIGURES.items():
         before, after = _get(earlier, name), _get(now, name)
         if before is None or after is None:
             continue
         ratio = after / before if before else None
-        noise = max(SAME * abs(before), _deviation(earlier, name) + _deviation(now, name))
-        verdict = (
-            "same" if abs(after - before) <= noise else "better" if (after > before) == more_is_better else "worse"
-        )
+        difference, noise = abs(after - before), _deviation(earlier, name) + _deviation(now, name)
+        verdict = "better" if (after > before) == more_is_better else "worse"
+        if difference <= SAME * abs(before):
+            verdict = "same"
+        elif difference <= noise:
+            verdict = "noise"
         found[name] = {"earlier": before, "now": after, "ratio": ratio, "verdict": verdict}
     return found
 
@@ -109,7 +112,7 @@ def _deviation(result: Result, name: str) -> float:
 
 def comparison_lines(comparison: Result, settings: list[str], path: Path) -> list[str]:
     """The comparison as text, better and worse marked by word and sign."""
-    marks = {"better": "+ better", "worse": "- worse", "same": "  same"}
+    marks = {"better": "+ better", "worse": "- worse", "same": "  same", "noise": "  noise"}
     lines = [f"compared with {path}", *(f"  {line}" for line in settings)]
     lines.append(f"{'':36}{'earlier':>11}{'now':>11}{'ratio':>8}")
     for name, row in comparison.items():
@@ -120,4 +123,6 @@ def comparison_lines(comparison: Result, settings: list[str], path: Path) -> lis
 
 
 def _figure(value: float) -> str:
-    return rate(value) if value >= 1 or value == 0 else f"{value:.3f}"
+    if value.is_integer():
+        return count(value)
+    return rate(value) if value >= 1 else f"{value:.3f}"

@@ -70,7 +70,7 @@ def run_bench(session: Session, engine: EngineConfig, options: BenchOptions, rep
         if sink is not None:
             sink.abandon()
         raise
-    _print(result, report)
+    _print(session, result, report)
     return _exit_code(session, result, options.slo_attainment)
 
 
@@ -163,15 +163,15 @@ def _say_run(bench: Bench, name: str) -> Callable[[int, Result], None]:
     )
 
 
-def _print(result: Result, report: Report) -> None:
+def _print(session: Session, result: Result, report: Report) -> None:
     if report.format == "json":
-        print(json.dumps(result, indent=2))
+        session.show(json.dumps(result, indent=2))
         return
-    print({"table": as_table, "md": as_markdown, "csv": as_csv}[report.format](result))
+    session.show({"table": as_table, "md": as_markdown, "csv": as_csv}[report.format](result))
     compared = result.get("compared")
     if compared is not None and report.format != "csv":
         lines = comparison_lines(compared["figures"], compared["settings"], Path(compared["file"]))
-        print("\n" + "\n".join(["```", *lines, "```"] if report.format == "md" else lines))
+        session.show("\n" + "\n".join(["```", *lines, "```"] if report.format == "md" else lines))
 
 
 def _exit_code(session: Session, result: Result, wanted: float | None) -> int:
