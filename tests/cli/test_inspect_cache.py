@@ -27,7 +27,8 @@ def test_the_report_shows_sharing_hits_and_integrity(nanoinfer: Program, prompts
     for text in (
         "1,024 blocks of 4 tokens",
         "by 4    " + "█" * 16 + " 11",  # the shared prefix at the fullest moment
-        "            44444",  # and on the map, two blocks a cell
+        "            44444444444",  # and on the map
+        "and 960 free blocks",
         "tokens 0-43 (11 blocks), 3 hits, idle 0  the same beginning of all prom",
         "(11 blocks), 3 hits saved 132 tokens  the same beginning",
         "132 of 224 prompt tokens (59%)",

@@ -51,11 +51,11 @@ def pool(cells: str, **fields: object) -> CacheReport:
 
 
 def test_the_map_shows_states_in_the_order_of_ids() -> None:
-    per_cell, rows = block_map(pool("fc129" * 20))
-    assert (per_cell, "".join(rows)) == (1, "░▓█29" * 20)
+    per_cell, shown, rows = block_map(pool("fc129" * 20 + "f" * 900))
+    assert (per_cell, shown, "".join(rows)) == (1, 100, "░▓█29" * 20)  # what is free behind the last one is left out
     assert list(map(len, rows)) == [64, 36]
-    per_cell, rows = block_map(pool("fffcc1" * 200), ASCII)
-    assert per_cell == 3
+    per_cell, shown, rows = block_map(pool("fffcc1" * 200), ASCII)
+    assert (per_cell, shown) == (3, 1200)
     assert "".join(rows) == ".=" * 200  # of each three the most frequent
     assert len(rows) <= 8
 
@@ -101,7 +101,7 @@ def finished(request_id: str, cached: int, index: int = 0) -> FinishedSequence:
         (finished("0", 8, index=1), PrefixBreak("whole", 8)),
         (finished("1", 4), PrefixBreak("differs", 6, "zero")),
         (finished("2", 0), PrefixBreak("short", 2, "zero")),
-        (finished("3", 0), PrefixBreak("whole", 0)),  # three tokens fill no block of four
+        (finished("3", 0), PrefixBreak("tiny")),  # three tokens fill no block of four
         (finished("4", 4), PrefixBreak("gone", 8, "zero")),
         (finished("0", 4), PrefixBreak("answer", 4)),
     ],
@@ -115,3 +115,4 @@ def test_why_a_prefix_broke(sequence: FinishedSequence, expected: PrefixBreak) -
 def test_the_sentences_name_the_token_and_the_other_prompt() -> None:
     assert PrefixBreak("differs", 6, "zero").sentence(4) == "differs from zero at token 6"
     assert PrefixBreak("short", 2, "zero").sentence(4) == "2 tokens in common with zero, less than a block of 4"
+    assert PrefixBreak("tiny").sentence(16) == "too short to fill a block of 16"

@@ -12,7 +12,7 @@ from nanoinfer.ui.text import plural
 # Of many prompts that began alike, as many are compared to the token; the latest are the likeliest still cached.
 MOST_COMPARED = 64
 
-Why = Literal["whole", "first", "short", "differs", "answer", "gone", "off"]
+Why = Literal["whole", "tiny", "first", "short", "differs", "answer", "gone", "off"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,10 @@ class PrefixBreak:
     """Why a sequence had so many tokens from the cache and not more.
 
     `common` tokens are the most that it shares with a prompt before it, `other` by its id. `why` is one of: whole (all
-    blocks before the last token hit), first (nothing began alike), short (the common prefix is shorter than a block),
-    differs (within the block after the hits), answer (the hits reach into an earlier answer), gone (the next block was
-    in common, but evicted or not there yet), off (no prefix cache).
+    blocks before the last token hit), tiny (there is none, and the last token is always computed), first (nothing began
+    alike), short (the common prefix is shorter than a block), differs (within the block after the hits), answer (the
+    hits reach into an earlier answer), gone (the next block was in common, but evicted or not there yet), off (no
+    prefix cache).
     """
 
     why: Why
@@ -32,6 +33,8 @@ class PrefixBreak:
     def sentence(self, block_size: int) -> str:
         if self.why == "whole":
             return "nothing was missed"
+        if self.why == "tiny":
+            return f"too short to fill a block of {block_size}"
         if self.why == "first":
             return "no prompt before it began alike"
         if self.why == "off":
@@ -69,8 +72,9 @@ class PrefixBreaks:
     def explain(self, sequence: FinishedSequence, names: Mapping[str, str | int]) -> PrefixBreak:
         """`names` are the ids that a person knows, by the engine's ids."""
         i, size, cached = self._position[sequence.request_id], self._block_size, sequence.cached_tokens
-        if cached >= (sequence.prompt_tokens - 1) // size * size:
-            return PrefixBreak("whole", cached)
+        can_hit = (sequence.prompt_tokens - 1) // size * size
+        if cached >= can_hit:
+            return PrefixBreak("whole", cached) if can_hit else PrefixBreak("tiny")
         chain = self._chains[i]
         # Sample 2 of a request comes behind its own sample 1.
         before = [j for j in self._behind[chain[cached // size]] if j < i or (j == i and sequence.index)]

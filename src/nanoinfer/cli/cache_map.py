@@ -23,19 +23,21 @@ def legend(glyphs: Glyphs = UNICODE) -> str:
     return f"{active} active   {cached} cached (can be hit, or evicted)   {free} free"
 
 
-def block_map(report: CacheReport, glyphs: Glyphs = UNICODE) -> tuple[int, list[str]]:
-    """(blocks of one cell, rows of cells in the order of block ids).
+def block_map(report: CacheReport, glyphs: Glyphs = UNICODE) -> tuple[int, int, list[str]]:
+    """(blocks of one cell, blocks that are shown, rows of cells in the order of block ids).
 
-    A cell of several blocks shows what most of them are; a digit stands for active blocks that so many tables share.
+    All blocks up to the last one in use are shown. A cell of several shows what most of them are; a digit stands for
+    active blocks that so many tables share.
     """
-    per_cell = max(1, -(-report.num_blocks // (MAP_WIDTH * MAP_ROWS)))
+    shown = max(len(report.cells.rstrip("f")), min(MAP_WIDTH, report.num_blocks))
+    per_cell = max(1, -(-shown // (MAP_WIDTH * MAP_ROWS)))
     signs = {"f": glyphs.bar[2], "c": glyphs.bar[1], "1": glyphs.bar[0], "9": "9"}
     cells = []
-    for start in range(0, report.num_blocks, per_cell):
+    for start in range(0, shown, per_cell):
         # Of equally many the most used wins: active before cached before free.
-        common = Counter(sorted(report.cells[start : start + per_cell])).most_common(1)[0][0]
+        common = Counter(sorted(report.cells[start : min(start + per_cell, shown)])).most_common(1)[0][0]
         cells.append(signs.get(common, common))
-    return per_cell, ["".join(cells[i : i + MAP_WIDTH]) for i in range(0, len(cells), MAP_WIDTH)]
+    return per_cell, shown, ["".join(cells[i : i + MAP_WIDTH]) for i in range(0, len(cells), MAP_WIDTH)]
 
 
 def reference_histogram(report: CacheReport, width: int = 40, glyphs: Glyphs = UNICODE) -> list[str]:

@@ -103,9 +103,11 @@ def state_lines(label: str, report: CacheReport, look: Look) -> list[str]:
 
 def use_lines(report: CacheReport, look: Look) -> list[str]:
     """The map, and for active blocks who holds them and how full they are."""
-    per_cell, rows = block_map(report, look.glyphs)
+    per_cell, shown, rows = block_map(report, look.glyphs)
     lines = [f"block map   {plural(per_cell, 'block')} a cell, by id; a digit: active and held by so many"]
     lines += [f"{MARGIN}{row}" for row in rows]
+    if shown < report.num_blocks:
+        lines.append(f"{MARGIN}and {plural(report.num_blocks - shown, 'free block')}")
     if report.references:
         slots = report.active * report.block_size
         lines.append(f"references  {plural(report.active, 'active block')} by the number of tables that hold them")
