@@ -175,6 +175,22 @@ def test_a_sweep_measures_every_level_on_a_cold_cache(nanoinfer: Program, tmp_pa
     assert "no level kept ttft <= 0.0001 ms for 50%" in impossible.out
 
 
+def test_an_interrupted_sweep_keeps_the_levels_that_are_done(nanoinfer: Program, tmp_path: Path) -> None:
+    class Interrupted(FakeLLM):
+        def reset_prefix_cache(self) -> None:
+            super().reset_prefix_cache()
+            if self.resets == 3:
+                raise KeyboardInterrupt
+
+    nanoinfer.make = Interrupted
+    out = tmp_path / "sweep.json"
+    result = nanoinfer("bench", *SMALL, "--sweep", "1,2,4", "-o", out)
+    assert result.code == 130
+    assert "interrupted: 2 of 3 levels are done" in result.err
+    saved = json.loads(out.read_text())["sweep"]
+    assert ([point["max_concurrency"] for point in saved["points"]], saved["complete"]) == ([1, 2], False)
+
+
 def test_a_rate_sweep_sends_at_each_rate(nanoinfer: Program) -> None:
     result = bench(nanoinfer, *SMALL, "--sweep", "rate:300,600")
     assert [point["request_rate"] for point in result["sweep"]["points"]] == [300.0, 600.0]

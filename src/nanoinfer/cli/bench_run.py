@@ -18,6 +18,7 @@ from nanoinfer.cli.bench_sweep import best_within_limits, level_of, sweep_loads
 from nanoinfer.cli.bench_view import as_table
 from nanoinfer.cli.bench_workload import Workload, digest, pace, read_dataset
 from nanoinfer.cli.command import FAILED_REQUESTS, OK, SLO_MISSED
+from nanoinfer.cli.interrupts import Terminated
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.results_file import open_results
 from nanoinfer.cli.session import Session
@@ -59,8 +60,9 @@ def run_bench(session: Session, engine: EngineConfig, options: BenchOptions, rep
 
             workload = Workload.decide(options, entries, encode, on_gpu=on_gpu, vocab_size=vocab_size)
             bench = Bench(session, llm, workload, options, slos, monitor, engine.seed)
+            stopped: BaseException | None = None
             if options.sweep is not None:
-                result = _sweep(bench)
+                result, stopped = _sweep(bench)
             else:
                 result = _single(bench, earlier, report.compare)
         if sink is not None:
@@ -71,6 +73,8 @@ def run_bench(session: Session, engine: EngineConfig, options: BenchOptions, rep
             sink.abandon()
         raise
     _print(session, result, report)
+    if stopped is not None:
+        raise stopped
     return _exit_code(session, result, options.slo_attainment)
 
 
@@ -112,8 +116,11 @@ def _single(bench: Bench, earlier: Result | None, compared: Path | None) -> Resu
     return result
 
 
-def _sweep(bench: Bench) -> Result:
-    """One load after the other, the lightest first; every one starts with a cold cache."""
+def _sweep(bench: Bench) -> tuple[Result, BaseException | None]:
+    """One load after the other, the lightest first; every one starts with a cold cache.
+
+    A signal ends the sweep with the levels that are done, and comes second; before the first one is done it is raised.
+    """
     sweep, workload = bench.options.sweep, bench.workload
     assert sweep is not None
     loads = sweep_loads(sweep, workload.num_prompts, bench.llm.info.max_num_seqs)
@@ -123,20 +130,28 @@ def _sweep(bench: Bench) -> Result:
     described = _described(bench, None)
     bench.session.console.say(f"workload: {described['workload']}, at {len(loads)} levels of {sweep.over}")
     bench.warm_up()
-    points = []
+    points: list[Result] = []
+    stopped: BaseException | None = None
     for load, requests in zip(loads, drawn, strict=True):
         point = _load_facts(load) | {"requests_sha256": digest(requests)}
         point["workload"] = f"{replace(workload, num_prompts=load.count)}, {pace(load.rate, load.max_concurrency)}"
         name = f"{level_of(point, sweep.over)} {'at once' if sweep.over == 'concurrency' else 'req/s'}"
-        points.append(point | bench.measure(requests, load, _say_run(bench, name)))
+        try:
+            points.append(point | bench.measure(requests, load, _say_run(bench, name)))
+        except (KeyboardInterrupt, Terminated) as signal:
+            if not points:
+                raise
+            stopped = signal
+            bench.session.console.warn(f"interrupted: {len(points)} of {len(loads)} levels are done.")
+            break
     limits = bench.llm.measure_device()
     points = [against_limits(point, limits) for point in points]
-    summary: Result = {"over": sweep.over, "points": points}
+    summary: Result = {"over": sweep.over, "points": points, "complete": stopped is None}
     if bench.slos:
         summary["attainment"] = bench.options.slo_attainment or 1.0
         best = best_within_limits(points, summary["attainment"])
         summary["best_within_limits"] = None if best is None else points.index(best)
-    return {**described, "device": points[0]["device"], "sweep": summary}
+    return {**described, "device": points[0]["device"], "sweep": summary}, stopped
 
 
 def _described(bench: Bench, load: Load | None) -> Result:
