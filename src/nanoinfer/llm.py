@@ -39,9 +39,9 @@ class LLM:
     model's chat template). Raises ConfigError for an unknown option, ModelError and MemoryBudgetError before anything
     large is loaded. Use it as a context manager, or call `close()`.
 
-    `info` has what the machine and the model decided, `model_config` the model's shapes; `events` carries one StepEvent
-    per step; `default_sampling` are the model's own sampling defaults. `notify(stage, done, total)` hears of download,
-    import and load, in bytes.
+    `info` has what the machine and the model decided, `model_config` the model's shapes, `model_folder` its files;
+    `events` carries one StepEvent per step; `default_sampling` are the model's own sampling defaults.
+    `notify(stage, done, total)` hears of download, import and load, in bytes.
     """
 
     def __init__(self, model: str | None = None, *, notify: Notify | None = None, **options: Any) -> None:
@@ -71,6 +71,7 @@ class LLM:
         plane = build_data_plane(
             config, model_config, device, load=lambda slots: _load(config, source.folder, slots, notify)
         )
+        self.model_folder = source.folder
         self.info = plane.info(config, model_config, model=source.name, model_reason=source.reason)
         scheduler = Scheduler(
             BlockManager(

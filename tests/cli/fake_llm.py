@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nanoinfer.config import EngineConfig, SamplingParams
@@ -142,6 +143,7 @@ class FakeLLM:
         )
         self.events = self.engine.events
         self.model_config = MODEL
+        self.model_folder = Path("no-such-folder")
         self.info = EngineInfo(
             model="fake",
             model_reason="fake: chosen by the test",

@@ -27,6 +27,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
+def read_partial(path: Path) -> list[dict[str, Any]]:
+    """The records that a run has left in its partial file."""
+    return [line["record"] for line in read_lines(path)[1:]]
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "in.jsonl", {"prompt": "abc"}, {"id": 7, "messages": HI}, {"prompt": [104, 105]})
@@ -269,7 +274,7 @@ def test_max_errors_stops_and_keeps_what_there_is(nanoinfer: Program, tmp_path: 
     result = nanoinfer("generate", "-f", source, "-o", tmp_path / "out", "--max-errors", "1")
     assert result.code == 3
     assert "stopped after 2 failed requests (--max-errors 1)" in result.err
-    assert len(read_lines(tmp_path / "out.partial")) == 2
+    assert len(read_partial(tmp_path / "out.partial")) == 2
 
 
 def test_more_bad_lines_than_max_errors_are_refused_before_the_load(nanoinfer: Program, tmp_path: Path) -> None:
@@ -338,7 +343,7 @@ def test_an_engine_that_dies_leaves_the_finished_results(nanoinfer: Program, tmp
     assert "error: the device went away." in result.err
     assert "1 of 2 results are in" in result.err
     assert "Traceback" not in result.err
-    assert [record["text"] for record in read_lines(tmp_path / "out.partial")] == ["A"]
+    assert [record["text"] for record in read_partial(tmp_path / "out.partial")] == ["A"]
     assert not (tmp_path / "out").exists()
 
 
@@ -369,7 +374,7 @@ def test_a_signal_ends_the_run_after_its_step_and_keeps_the_results(
     result = nanoinfer("generate", "-f", source, "-o", tmp_path / "out")
     assert result.code == code
     assert "1 of 2 results are in" in result.err
-    assert [record["text"] for record in read_lines(tmp_path / "out.partial")] == ["A"]
+    assert [record["text"] for record in read_partial(tmp_path / "out.partial")] == ["A"]
     assert nanoinfer.llm.closed
 
 

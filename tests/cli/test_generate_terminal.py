@@ -57,5 +57,5 @@ def test_control_c_says_where_the_results_are(tmp_path: Path) -> None:
     # The long path may wrap; the words around it are what matters.
     assert "warning: 1 of 2 results are in" in " ".join(lines)
     assert not out.exists()
-    [record] = (tmp_path / "out.jsonl.partial").read_text().splitlines()
-    assert json.loads(record)["index"] == 0
+    _, result = (tmp_path / "out.jsonl.partial").read_text().splitlines()
+    assert json.loads(result)["record"]["index"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -55,8 +56,9 @@ command(app, "inspect-cache")(inspect_cache.inspect_cache)
 
 def main(arguments: list[str] | None = None, services: Services | None = None) -> None:
     """Entry point; leaves through SystemExit with the exit code. `services` is for tests."""
+    words = tuple(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(arguments, prog_name="nanoinfer", obj=services)
+        app(arguments, prog_name="nanoinfer", obj=replace(services or Services(), arguments=words))
     except NanoinferError as error:  # from the configuration file; a command handles its own
         Console().error(str(error))
         sys.exit(error.exit_code)

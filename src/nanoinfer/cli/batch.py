@@ -19,7 +19,8 @@ from nanoinfer.cli.records import (
     result_record,
     to_json_line,
 )
-from nanoinfer.cli.results_file import ResultSink
+from nanoinfer.cli.result_sink import ResultSink
+from nanoinfer.cli.run_identity import seed_of
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.outputs import RequestOutput
 from nanoinfer.errors import ConfigError, RequestError, UserError
@@ -36,8 +37,11 @@ class TooManyFailuresError(Exception):
 
 @dataclass
 class BatchTotals:
-    """What came of a run so far, in requests and tokens."""
+    """What came of a run so far, in requests and tokens. `kept` requests are an earlier run's; they count as done, and
+    those of them that failed as failed."""
 
+    kept: int = 0
+    kept_failed: int = 0
     done: int = 0
     failed: int = 0
     cut: int = 0  # answers that ended at their token limit
@@ -45,6 +49,10 @@ class BatchTotals:
     cached_tokens: int = 0
     output_tokens: int = 0
     failures: list[str] = field(default_factory=list)  # the first ones that only the engine could find
+
+    def __post_init__(self) -> None:
+        self.done += self.kept
+        self.failed += self.kept_failed
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class BatchPolicy:
     template_options: dict[str, Any] = field(default_factory=dict)
     on_error: OnError = "record"
     max_errors: int | None = None
+    seed: int = 0  # of lines that set none
 
 
 class BatchRun:
@@ -63,6 +72,7 @@ class BatchRun:
 
     Requests are handed to the engine at most `window` at a time, so that the first answer does not wait for the last
     prompt to be tokenized; under on_error="fail" all are handed in first, so that nothing runs if one of them cannot.
+    With `keys` (see run_identity) a line's answer does not depend on what else is in the batch.
     """
 
     def __init__(
@@ -75,6 +85,7 @@ class BatchRun:
         policy: BatchPolicy,
         window: int,
         render: Callable[[Record], bytes] = to_json_line,
+        keys: list[str] | None = None,
     ) -> None:
         self.totals = totals
         self._llm = llm
@@ -83,6 +94,7 @@ class BatchRun:
         self._policy = policy
         self._window = len(entries) if policy.on_error == "fail" else window
         self._render = render
+        self._keys = keys  # of all lines, by index; None leaves the seeds to the engine
         self._pending = deque(entries)
         self._running: dict[str, PromptRequest] = {}
         self._decode = llm.tokenizer.decode if llm.tokenizer is not None else None
@@ -115,7 +127,7 @@ class BatchRun:
         try:
             self._llm.submit(
                 request.prompt,
-                self._sampling.with_options(request.sampling),
+                self._sampling_of(request),
                 request_id=str(request.index),
                 template_options=self._policy.template_options | request.template_options,
             )
@@ -124,6 +136,12 @@ class BatchRun:
             self._failed(request, error_record(request, code, str(error)), str(error))
         else:
             self._running[str(request.index)] = request
+
+    def _sampling_of(self, request: PromptRequest) -> SamplingParams:
+        sampling = self._sampling.with_options(request.sampling)
+        if sampling.seed is not None or self._keys is None:
+            return sampling
+        return sampling.with_options({"seed": seed_of(self._policy.seed, self._keys[request.index])})
 
     def _finished(self, request: PromptRequest, output: RequestOutput) -> None:
         totals = self.totals
@@ -146,10 +164,7 @@ class BatchRun:
         self.totals.failed += 1
         if found is not None and len(self.totals.failures) < MAX_KEPT_FAILURES:
             self.totals.failures.append(f"line {entry.line}: {found}")
-        if self._policy.on_error == "record":
-            self._sink.write(entry.index, self._render(record))
-        else:
-            self._sink.skip(entry.index)
+        self._sink.write(entry.index, self._render(record), failed=True)
         most = self._policy.max_errors
-        if most is not None and self.totals.failed > most:
+        if most is not None and self.totals.failed - self.totals.kept_failed > most:
             raise TooManyFailuresError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +15,18 @@ from nanoinfer.errors import UserError
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of one run. `name` is what to call their source; `files` what must not become the output."""
+    """The prompts of one run. `name` is what to call their source; `files` what must not become the output; `sha256` is
+    of the source as it was read."""
 
     name: str
     entries: list[Entry]
     files: list[Path] = field(default_factory=list)
     from_command_line: bool = False
+    sha256: str = ""
+
+    @property
+    def is_standard_input(self) -> bool:
+        return not self.files and not self.from_command_line
 
     @property
     def requests(self) -> list[PromptRequest]:
@@ -43,7 +51,8 @@ def read_batch(file: str | None, texts: list[str], defaults: SamplingParams) -> 
     if file is not None and texts:
         raise UserError("-f and -p are both given; give the prompts in one way.")
     if texts:
-        return Batch("the command line", prompts_from_texts(texts), from_command_line=True)
+        sha256 = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+        return Batch("the command line", prompts_from_texts(texts), from_command_line=True, sha256=sha256)
     if file is None and sys.stdin.isatty():
         raise UserError("there are no prompts: name a file with -f, or pipe them in.")
     if file is None or file == "-":
@@ -53,7 +62,7 @@ def read_batch(file: str | None, texts: list[str], defaults: SamplingParams) -> 
     entries = parse_prompts(data, sniff(name, data), defaults)
     if not entries:
         raise UserError(f"{name} is empty; put one prompt on each line.")
-    return Batch(name, entries, files)
+    return Batch(name, entries, files, sha256=hashlib.sha256(data).hexdigest())
 
 
 def _read(path: Path) -> bytes:

@@ -65,6 +65,7 @@ def run_summary(totals: BatchTotals, seconds: float, output: str) -> dict[str, A
         "output": output,
         "requests": totals.done,
         "failed": totals.failed,
+        "kept_from_before": totals.kept,
         "cut_at_limit": totals.cut,
         "prompt_tokens": totals.prompt_tokens,
         "cached_tokens": totals.cached_tokens,
@@ -79,14 +80,19 @@ def report_run(console: Console, totals: BatchTotals, seconds: float, output: st
     for message in totals.failures:
         console.warn(message)
     answered = totals.done - totals.failed
-    if answered and totals.cut / answered > MANY_CUT:
+    new = answered - (totals.kept - totals.kept_failed)
+    if new and totals.cut / new > MANY_CUT:
         console.warn(
-            f"{totals.cut} of {text.plural(answered, 'answer')} ended at the token limit; raise --max-tokens for more."
+            f"{totals.cut} of {text.plural(new, 'answer')} ended at the token limit; raise --max-tokens for more."
         )
+    if not totals.done - totals.kept:
+        console.say(f"{text.plural(answered, 'answer')}, all from before -> {output}")
+        return
+    kept = f" ({text.count(answered - new)} from before)" if totals.kept else ""
     failed = f", {totals.failed} failed" if totals.failed else ""
     share = f" ({100 * totals.cached_tokens / totals.prompt_tokens:.0f}% cached)" if totals.prompt_tokens else ""
     console.say(
-        f"{text.plural(answered, 'answer')}{failed} in {text.duration(seconds)}: "
+        f"{text.plural(answered, 'answer')}{kept}{failed} in {text.duration(seconds)}: "
         f"{text.count(totals.prompt_tokens)} prompt tokens{share}, {text.count(totals.output_tokens)} output tokens, "
         f"{text.rate(totals.output_tokens / seconds if seconds else 0)} tok/s -> {output}"
     )

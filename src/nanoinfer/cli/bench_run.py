@@ -18,9 +18,9 @@ from nanoinfer.cli.bench_sweep import best_within_limits, level_of, sweep_loads
 from nanoinfer.cli.bench_view import as_table
 from nanoinfer.cli.bench_workload import Workload, digest, pace, read_dataset
 from nanoinfer.cli.command import FAILED_REQUESTS, OK, SLO_MISSED
+from nanoinfer.cli.document_file import DocumentFile
 from nanoinfer.cli.interrupts import Terminated
 from nanoinfer.cli.monitor import Monitor
-from nanoinfer.cli.results_file import open_results
 from nanoinfer.cli.session import Session
 from nanoinfer.cli.workloads import check_fits
 from nanoinfer.config import EngineConfig
@@ -50,28 +50,22 @@ def run_bench(session: Session, engine: EngineConfig, options: BenchOptions, rep
     entries = read_dataset(options)
     monitor = Monitor(session)
     path, overwrite = report.output, report.overwrite
-    sink = open_results(path, order="completion", overwrite=overwrite, inputs=sources) if path is not None else None
-    try:
-        with session.engine(default_model(engine)) as llm, monitor.watching(llm):
-            on_gpu, vocab_size = llm.info.device != "cpu", llm.info.vocab_size
+    document = DocumentFile(path, session.console, overwrite=overwrite, inputs=sources) if path is not None else None
+    with session.engine(default_model(engine)) as llm, monitor.watching(llm):
+        on_gpu, vocab_size = llm.info.device != "cpu", llm.info.vocab_size
 
-            def encode(prompt: Any) -> list[int]:
-                return list(llm.encode(prompt)[1])
+        def encode(prompt: Any) -> list[int]:
+            return list(llm.encode(prompt)[1])
 
-            workload = Workload.decide(options, entries, encode, on_gpu=on_gpu, vocab_size=vocab_size)
-            bench = Bench(session, llm, workload, options, slos, monitor, engine.seed)
-            stopped: BaseException | None = None
-            if options.sweep is not None:
-                result, stopped = _sweep(bench)
-            else:
-                result = _single(bench, earlier, report.compare)
-        if sink is not None:
-            sink.write(0, (json.dumps(result, indent=2) + "\n").encode())
-            sink.finish()
-    except BaseException:
-        if sink is not None:
-            sink.abandon()
-        raise
+        workload = Workload.decide(options, entries, encode, on_gpu=on_gpu, vocab_size=vocab_size)
+        bench = Bench(session, llm, workload, options, slos, monitor, engine.seed)
+        stopped: BaseException | None = None
+        if options.sweep is not None:
+            result, stopped = _sweep(bench)
+        else:
+            result = _single(bench, earlier, report.compare)
+    if document is not None:
+        document.save((json.dumps(result, indent=2) + "\n").encode())
     _print(session, result, report)
     if stopped is not None:
         raise stopped

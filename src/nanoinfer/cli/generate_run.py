@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ from nanoinfer.cli.command import BAD_INPUT, FAILED_REQUESTS, OK
 from nanoinfer.cli.length_check import check_lengths
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.options import OnError, Order, ThinkChoice, thinking_options
-from nanoinfer.cli.records import Record, to_json_line, to_plain_text
-from nanoinfer.cli.results_file import ResultsFile, ResultSink, StreamResults, open_results
+from nanoinfer.cli.output_path import is_standard_output
+from nanoinfer.cli.partial_file import Kept
+from nanoinfer.cli.records import Record, harmless, to_json_line, to_plain_text
+from nanoinfer.cli.result_sink import StreamResults
+from nanoinfer.cli.results_file import ResultsFile, open_results
+from nanoinfer.cli.resume import refuse_other_parameters, resume_command, take_over
+from nanoinfer.cli.run_identity import entry_keys, parameters_asked_for, run_parameters
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.errors import UserError
@@ -33,16 +39,21 @@ class GenerateOptions:
     file: str | None
     prompts: list[str]
     output: Path | None
+    resume: bool
     overwrite: bool
     order: Order
     on_error: OnError
     max_errors: int | None
+    retry_errors: bool
     validate_only: bool
     think: ThinkChoice
 
 
 def run_generate(session: Session, engine: EngineConfig, options: GenerateOptions) -> int:
     """Returns the exit code. Everything that can be refused is refused before the model is loaded."""
+    session.announce("reading the prompts")
+    if options.retry_errors and not options.resume:
+        raise UserError("--retry-errors goes with --resume.")
     flags = {"max_tokens": DEFAULT_MAX_TOKENS, **options.sampling}
     batch = read_batch(options.file, options.prompts, SamplingParams.from_options(flags))
     batch = check_lengths(batch, engine, thinking_options(options.think), session.services.find_limits)
@@ -51,94 +62,163 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
         session.console.clear_status()
         print_validation(batch, as_json=session.display.json)
         return BAD_INPUT if batch.bad_lines else OK
-    _refuse_useless(batch, options.on_error, options.max_errors)
-    monitor = Monitor(session)
-    sink = open_results(
-        options.output,
-        order=options.order,
-        overwrite=options.overwrite,
-        inputs=batch.files,
-        before_write=session.console.clear_status,
-    )
-    totals = BatchTotals()
-    policy = BatchPolicy(flags, thinking_options(options.think), options.on_error, options.max_errors)
-    try:
-        seconds = _run(session, engine, monitor, batch, sink, totals, policy)
-    except TooManyFailuresError:
-        _abandoned(session, sink, totals, len(batch.entries))
-        session.console.error(f"stopped after {totals.failed} failed requests (--max-errors {options.max_errors}).")
-        return FAILED_REQUESTS
-    except BaseException:
-        _abandoned(session, sink, totals, len(batch.entries))
-        raise
-    name = "standard output" if str(options.output or "-") == "-" else str(options.output)
-    report_run(session.console, totals, seconds, name)
-    if session.display.json and isinstance(sink, ResultsFile):
-        print(json.dumps(run_summary(totals, seconds, name), indent=2))
-    return FAILED_REQUESTS if totals.failed else OK
-
-
-def _run(
-    session: Session,
-    engine: EngineConfig,
-    monitor: Monitor,
-    batch: Batch,
-    sink: ResultSink,
-    totals: BatchTotals,
-    policy: BatchPolicy,
-) -> float:
-    """Load the model and run the batch into the sink; returns the seconds that the requests took."""
-    from nanoinfer.ui.run_display import RunDisplay
-    from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
-
-    a_person_reads = batch.from_command_line and len(batch.entries) == 1 and isinstance(sink, StreamResults)
-    render: Callable[[Record], bytes] = to_json_line
-    if a_person_reads and not session.display.json:
-        render = to_plain_text
-    if isinstance(sink, StreamResults) and sink.is_terminal:
-        render = harmless(render)
-    with session.engine(engine) as llm, monitor.watching(llm):
-        base = llm.default_sampling.with_options(policy.sampling)
-        report_sampling(session.console, llm, base, batch)
-        builder = SnapshotBuilder(llm.info, title="generate", clock=session.services.clock)
-        builder.expect(batch.sequences(base), batch.mean_limit(base))
-        display = RunDisplay(
-            session.console,
-            session.display.ui,
-            builder,
-            session.services.clock,
-            lambda: Requests(len(batch.entries), totals.done, totals.failed),
-            warning=lambda: totals.failures[-1] if totals.failures else None,
-            keep=True,
-            one_line=a_person_reads,
-        )
-        started = session.services.clock()
-        with display, monitor.also(display.observe, after_tick=display.tick):
-            BatchRun(llm, batch.entries, sink, totals, base, policy, 2 * engine.max_num_seqs, render).run(
-                session.interrupts, monitor.tick
-            )
-        sink.finish()
-        return session.services.clock() - started
-
-
-def harmless(render: Callable[[Record], bytes]) -> Callable[[Record], bytes]:
-    """`render` for a terminal, which must show what a model writes and never obey it."""
-    return lambda record: text.visible(render(record).decode("utf-8", "replace")).encode("utf-8", "replace")
-
-
-def _refuse_useless(batch: Batch, on_error: OnError, max_errors: int | None) -> None:
-    """UserError for a batch that must not start: its problems are on the screen already."""
-    bad = len(batch.bad_lines)
     if not batch.requests:
         raise UserError(f"no line of {batch.name} can run; nothing was done.")
-    if bad and on_error == "fail":
-        raise UserError(f"{batch.name} has {text.plural(bad, 'bad line')}; nothing was run (--on-error fail).")
-    if max_errors is not None and bad > max_errors:
-        raise UserError(f"{batch.name} has {text.plural(bad, 'bad line')}, more than --max-errors {max_errors}.")
+    if batch.bad_lines and options.on_error == "fail":
+        bad = text.plural(len(batch.bad_lines), "bad line")
+        raise UserError(f"{batch.name} has {bad}; nothing was run (--on-error fail).")
+    _refuse_mixed_files(session, batch, options)
+    sink = open_results(
+        options.output,
+        session.console,
+        order=options.order,
+        inputs=batch.files,
+        keep_failures=options.on_error != "skip",
+        resume=options.resume,
+        overwrite=options.overwrite,
+    )
+    return _Job(session, engine, options, flags, batch, sink).execute()
 
 
-def _abandoned(session: Session, sink: ResultSink, totals: BatchTotals, total: int) -> None:
-    """Say where the results of a run that ends early are."""
-    kept = sink.abandon()
-    if kept is not None:
-        session.console.warn(f"{totals.done} of {text.plural(total, 'result')} are in {kept}.")
+def _refuse_mixed_files(session: Session, batch: Batch, options: GenerateOptions) -> None:
+    """UserError if a file that is written along the way is the input or the output."""
+    others = [*batch.files, *([] if options.output is None else [options.output])]
+    taken = {os.path.realpath(path) for path in others}
+    for name, path in (("--events", session.display.events), ("--cache-snapshot", session.display.cache_snapshot)):
+        if path is not None and os.path.realpath(path) in taken and (path.is_file() or not path.exists()):
+            raise UserError(f"{name} {path} is the input or the output as well; choose another file.")
+
+
+class _Job:
+    """One run of a batch that is worth running, into an output that is ours."""
+
+    def __init__(
+        self,
+        session: Session,
+        engine: EngineConfig,
+        options: GenerateOptions,
+        flags: dict[str, Any],
+        batch: Batch,
+        sink: ResultsFile | StreamResults,
+    ) -> None:
+        self._session = session
+        self._engine = engine
+        self._options = options
+        self._flags = flags
+        self._batch = batch
+        self._sink = sink
+        self._keys = entry_keys(batch.entries)
+        self._totals = BatchTotals()
+
+    def execute(self) -> int:
+        """Returns the exit code."""
+        try:
+            rest, monitor = self._prepare()
+        except BaseException:
+            self._sink.abandon()
+            raise
+        try:
+            seconds = self._run(rest, monitor) if rest.entries else 0.0
+            self._sink.finish()
+        except TooManyFailuresError:
+            self._abandoned()
+            failed = self._totals.failed - self._totals.kept_failed
+            self._session.console.error(
+                f"stopped after {text.plural(failed, 'failed request')} (--max-errors {self._options.max_errors})."
+            )
+            return FAILED_REQUESTS
+        except UserError:
+            # The command that was given was wrong in some way: it is no advice, unless it got somewhere.
+            self._abandoned(advise=self._totals.done > self._totals.kept)
+            raise
+        except BaseException:
+            self._abandoned()
+            raise
+        return self._report(seconds)
+
+    def _prepare(self) -> tuple[Batch, Monitor]:
+        """What is left to run, and who listens to it. UserError if it must not start."""
+        kept: dict[int, Kept] = {}
+        options, sink = self._options, self._sink
+        if options.resume and isinstance(sink, ResultsFile):
+            kept = take_over(
+                self._session.console,
+                self._batch,
+                self._keys,
+                sink,
+                parameters_asked_for(self._engine, self._flags, options.think),
+                retry_errors=options.retry_errors,
+            )
+            self._totals = BatchTotals(len(kept), sum(result.failed for result in kept.values()))
+        rest = replace(self._batch, entries=[entry for entry in self._batch.entries if entry.index not in kept])
+        bad = len(rest.bad_lines)
+        if options.max_errors is not None and bad > options.max_errors:
+            bad_lines = text.plural(bad, "bad line")
+            raise UserError(f"{self._batch.name} has {bad_lines}, more than --max-errors {options.max_errors}.")
+        return rest, Monitor(self._session)
+
+    def _run(self, rest: Batch, monitor: Monitor) -> float:
+        """Load the model and run the batch into the sink; returns the seconds that the requests took."""
+        from nanoinfer.ui.run_display import RunDisplay
+        from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
+
+        session, options, totals = self._session, self._options, self._totals
+        a_person_reads = rest.from_command_line and len(rest.entries) == 1 and isinstance(self._sink, StreamResults)
+        render: Callable[[Record], bytes] = to_json_line
+        if a_person_reads and not session.display.json:
+            render = to_plain_text
+        if isinstance(self._sink, StreamResults) and self._sink.is_terminal:
+            render = harmless(render)
+        with session.engine(self._engine) as llm, monitor.watching(llm):
+            base = llm.default_sampling.with_options(self._flags)
+            if isinstance(self._sink, ResultsFile):
+                self._begin(self._sink, run_parameters(llm, self._engine, base, options.think))
+            report_sampling(session.console, llm, base, rest)
+            builder = SnapshotBuilder(llm.info, title="generate", clock=session.services.clock)
+            builder.expect(rest.sequences(base), rest.mean_limit(base))
+            display = RunDisplay(
+                session.console,
+                session.display.ui,
+                builder,
+                session.services.clock,
+                lambda: Requests(len(self._batch.entries), totals.done, totals.failed),
+                warning=lambda: totals.failures[-1] if totals.failures else None,
+                keep=True,
+                one_line=a_person_reads,
+            )
+            policy = BatchPolicy(
+                self._flags, thinking_options(options.think), options.on_error, options.max_errors, self._engine.seed
+            )
+            window = 2 * self._engine.max_num_seqs
+            run = BatchRun(llm, rest.entries, self._sink, totals, base, policy, window, render, self._keys)
+            started = session.services.clock()
+            with display, monitor.also(display.observe, after_tick=display.tick):
+                run.run(session.interrupts, monitor.tick)
+            return session.services.clock() - started
+
+    def _begin(self, sink: ResultsFile, parameters: dict[str, Any]) -> None:
+        """Start the partial file, or go on with it if what only the loaded model knows is the same as well."""
+        if self._totals.kept:
+            refuse_other_parameters(sink, parameters)
+        batch = self._batch
+        source = {"name": batch.name, "sha256": batch.sha256, "lines": len(batch.entries)}
+        labels = [(key, str(entry.id)) for key, entry in zip(self._keys, batch.entries, strict=True)]
+        sink.begin({"input": source, "parameters": parameters}, labels)
+
+    def _abandoned(self, *, advise: bool = True) -> None:
+        """Say where the results of a run that ends early are, and how to go on with it."""
+        kept, console, batch = self._sink.abandon(), self._session.console, self._batch
+        if kept is None or not advise:
+            return
+        where = "; give it the same prompts on standard input" if batch.is_standard_input else ""
+        done = f"{self._totals.done} of {text.plural(len(batch.entries), 'result')}"
+        console.warn(f"{done} are in {kept}. To go on from there{where}:")
+        console.more(f"  {resume_command(self._session.services.arguments)}")
+
+    def _report(self, seconds: float) -> int:
+        output, session = self._options.output, self._session
+        name = "standard output" if is_standard_output(output) else str(output)
+        report_run(session.console, self._totals, seconds, name)
+        if session.display.json and isinstance(self._sink, ResultsFile):
+            print(json.dumps(run_summary(self._totals, seconds, name), indent=2))
+        return FAILED_REQUESTS if self._totals.failed else OK

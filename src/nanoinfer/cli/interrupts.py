@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in two stages: the first asks the work under way to stop, the second leaves at once."""
+"""Ctrl-C, SIGTERM and SIGHUP in two stages: the first asks the work under way to stop, the second leaves at once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived; a BaseException, as KeyboardInterrupt is, so that no `except Exception` swallows it."""
+    """SIGTERM or SIGHUP arrived; a BaseException, like KeyboardInterrupt, so that no `except Exception` swallows it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
 
 
 class Interrupts:
@@ -31,12 +36,12 @@ class Interrupts:
         if self._deferring and self.signum is None:
             self.signum = signum
             return
-        raise Terminated if signum == signal.SIGTERM else KeyboardInterrupt
+        _raise(signum)
 
     def raise_if_requested(self) -> None:
         """Raise what the deferred signal stands for; called where stopping is clean."""
         if self.signum is not None:
-            raise Terminated if self.signum == signal.SIGTERM else KeyboardInterrupt
+            _raise(self.signum)
 
     @contextmanager
     def deferred(self) -> Iterator[Interrupts]:
@@ -50,12 +55,17 @@ class Interrupts:
     @classmethod
     @contextmanager
     def installed(cls) -> Iterator[Interrupts]:
-        """Handle SIGINT and SIGTERM for the length of a command (in the main thread; elsewhere nothing changes)."""
+        """Handle the three signals for the length of a command (in the main thread; elsewhere nothing changes).
+
+        A signal that is ignored stays ignored: `nohup` ignores SIGHUP, a script's background job SIGINT.
+        """
         handler = cls()
         if threading.current_thread() is not threading.main_thread():
             yield handler
             return
-        before = {signum: signal.signal(signum, handler._handle) for signum in (signal.SIGINT, signal.SIGTERM)}
+        signums = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
+        handled = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]
+        before = {signum: signal.signal(signum, handler._handle) for signum in handled}
         try:
             yield handler
         finally:
@@ -64,4 +74,10 @@ class Interrupts:
 
     @staticmethod
     def exit_code(raised: BaseException) -> int:
-        return 128 + (signal.SIGTERM if isinstance(raised, Terminated) else signal.SIGINT)
+        return 128 + (raised.signum if isinstance(raised, Terminated) else signal.SIGINT)
+
+
+def _raise(signum: int) -> NoReturn:
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise Terminated(signum)

@@ -13,6 +13,7 @@ from nanoinfer.cli.prompts_file import BadLine, Entry, PromptRequest
 from nanoinfer.engine.batch import TokenLogprobs
 from nanoinfer.engine.events import RequestTiming
 from nanoinfer.engine.outputs import CompletionOutput, RequestOutput, Usage
+from nanoinfer.ui.text import visible
 
 Decode = Callable[[list[int]], str]
 Record = dict[str, Any]
@@ -31,6 +32,11 @@ def to_plain_text(record: Record) -> bytes:
     """Only the answer of a flat record, for a person at a terminal; nothing for an error."""
     text = record.get("text", record.get("message", {}).get("content"))
     return b"" if text is None else text.rstrip("\n").encode("utf-8", "replace") + b"\n"
+
+
+def harmless(render: Callable[[Record], bytes]) -> Callable[[Record], bytes]:
+    """`render` for a terminal, which must show what a model writes and never obey it."""
+    return lambda record: visible(render(record).decode("utf-8", "replace")).encode("utf-8", "replace")
 
 
 def result_record(request: PromptRequest, output: RequestOutput, *, model: str, decode: Decode | None) -> Record:

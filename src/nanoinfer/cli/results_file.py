@@ -1,207 +1,163 @@
-"""Where results go: a file that appears complete or not at all, or standard output.
+"""A results file that appears complete or not at all, and that a later run can go on with until it is complete.
 
-A results file is written as `NAME.partial`, appended to as requests finish, and becomes NAME in one atomic step at the
-end. Whatever happens in between, every finished result is on disk and no earlier file was touched.
+Results are appended to `NAME.partial` as requests finish. At the end they are written in order to a second file, which
+becomes NAME in one atomic step. Whatever happens in between, every finished result is on disk and no earlier file was
+touched.
 """
 
 from __future__ import annotations
 
-import os
-import stat
+import filecmp
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any
 
+from nanoinfer.cli.durable import put_in_place
 from nanoinfer.cli.options import Order
+from nanoinfer.cli.output_path import device, is_standard_output, partial_path, regular_target
+from nanoinfer.cli.partial_file import VERSION, Kept, PartialFile
+from nanoinfer.cli.result_sink import StreamResults
 from nanoinfer.errors import EngineError, UserError
-
-_FSYNC_EVERY_S = 1.0
-
-
-class ResultSink(Protocol):
-    """Takes each record once, with the index of its input line; records may come in any order."""
-
-    def write(self, index: int, line: bytes) -> None: ...
-
-    def skip(self, index: int) -> None:
-        """There will be no record for this index."""
-        ...
-
-    def finish(self) -> None:
-        """All records were written: make the result complete."""
-        ...
-
-    def abandon(self) -> str | None:
-        """The run ends early; returns where the results so far are, None if there are none to find."""
-        ...
+from nanoinfer.ui.console import Console
+from nanoinfer.ui.text import plural
 
 
 def open_results(
     path: Path | None,
+    console: Console,
     *,
     order: Order,
-    overwrite: bool,
     inputs: list[Path],
-    before_write: Callable[[], None] = lambda: None,
-) -> ResultSink:
-    """The sink for `-o`: None and `-` are standard output. UserError if the results could not be kept there.
+    keep_failures: bool = True,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> ResultsFile | StreamResults:
+    """The sink for `-o`; UserError if results could not be kept there.
 
-    `before_write` is called before each write to standard output, to clear what else is on the terminal's line. This
-    comes before the model is loaded, so that a run cannot fail at its end for want of a folder or a permission.
+    This comes before the model is loaded, so that a run cannot fail at its end for want of a folder or a permission.
     """
-    if path is None or str(path) == "-":
-        return StreamResults(sys.stdout.buffer, order, before_write=before_write)
-    target = Path(os.path.realpath(path))
-    for source in inputs:
-        if source.exists() and target.exists() and os.path.samefile(source, target):
-            raise UserError(f"the output {path} is the input file; choose another name.")
-    if target.is_dir():
-        raise UserError(f"the output {path} is a folder; give a file name.")
-    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
-        return StreamResults(_open_device(path), order, close=True)  # /dev/null, a FIFO: nothing to rename
-    if target.exists() and not overwrite:
-        raise UserError(f"the output {path} exists already; give another name, or --overwrite to replace it.")
-    if not target.parent.is_dir():
-        raise UserError(f"the folder {target.parent} of the output does not exist; create it first.")
-    return ResultsFile(target, order, overwrite=overwrite)
-
-
-def _open_device(path: Path) -> BinaryIO:
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite contradict each other; give one of them.")
+    stream = sys.stdout.buffer if is_standard_output(path) else device(path, console.say) if path is not None else None
+    if stream is not None or path is None:
+        if resume:
+            raise UserError("--resume needs a results file (-o FILE); what went to a stream is not kept.")
+        assert stream is not None
+        clear: Callable[[], None] = console.clear_status if stream is sys.stdout.buffer else lambda: None
+        close = stream is not sys.stdout.buffer
+        return StreamResults(stream, order, keep_failures=keep_failures, close=close, before_write=clear)
+    results = ResultsFile(path, order, inputs=inputs, keep_failures=keep_failures, overwrite=overwrite)
     try:
-        return path.open("wb")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}.") from error
-
-
-class StreamResults:
-    """Records on a stream, at once in completion order, or each as soon as all before it are out in input order."""
-
-    def __init__(
-        self, stream: BinaryIO, order: Order, *, close: bool = False, before_write: Callable[[], None] = lambda: None
-    ) -> None:
-        self._stream = stream
-        self._before_write = before_write
-        self._close = close
-        self._in_order = order == "input"
-        self._next = 0
-        self._waiting: dict[int, bytes] = {}
-
-    @property
-    def is_terminal(self) -> bool:
-        return self._stream.isatty()
-
-    def write(self, index: int, line: bytes) -> None:
-        if not self._in_order:
-            self._put(line)
-            return
-        self._waiting[index] = line
-        while self._next in self._waiting:
-            self._put(self._waiting.pop(self._next))
-            self._next += 1
-
-    def skip(self, index: int) -> None:
-        self.write(index, b"")
-
-    def _put(self, line: bytes) -> None:
-        self._before_write()
-        self._stream.write(line)
-        self._stream.flush()
-
-    def finish(self) -> None:
-        self.abandon()
-
-    def abandon(self) -> str | None:
-        for index in sorted(self._waiting):
-            self._put(self._waiting.pop(index))
-        if self._close:
-            self._stream.close()
-        return None
+        results.check_earlier(resume)
+    except UserError:
+        results.abandon()
+        raise
+    return results
 
 
 class ResultsFile:
-    """`target` by way of `target.partial`. The partial file also keeps a second run from the same output."""
+    """`path` by way of its partial file, which is held from here until `finish` or `abandon`.
+
+    `begin` comes before `write`. `earlier` is what an interrupted run left; `keep` takes results over from it.
+    """
 
     def __init__(
-        self, target: Path, order: Order, *, overwrite: bool, clock: Callable[[], float] = time.monotonic
+        self, path: Path, order: Order, *, inputs: list[Path], keep_failures: bool = True, overwrite: bool = False
     ) -> None:
-        self._target = target
-        self._partial = target.with_name(target.name + ".partial")
+        self.path = path
+        self._target = regular_target(path, inputs)
         self._order = order
-        self._clock = clock
-        self._records: list[tuple[int, int, int]] = []  # (index of the input line, offset, length) in the partial file
-        self._size = 0
-        self._last_fsync = clock()
-        flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if overwrite else os.O_EXCL)
-        try:
-            self._file: BinaryIO = os.fdopen(os.open(self._partial, flags, 0o666), "r+b", buffering=0)
-        except FileExistsError:
-            raise UserError(
-                f"{self._partial} exists: another run is writing there, or one was interrupted. Move it away to keep "
-                "its results, or give --overwrite to drop them."
-            ) from None
-        except OSError as error:
-            raise UserError(f"cannot write {self._partial}: {error.strerror}; choose another output.") from error
+        self._keep_failures = keep_failures
+        self._overwrite = overwrite
+        self._labels: list[tuple[str, str]] = []
+        self._done: dict[int, Kept] = {}  # by index of the input line
+        self.earlier = PartialFile(partial_path(self._target))
 
-    def write(self, index: int, line: bytes) -> None:
-        """Append one whole record, so that a crash can tear the last line only."""
+    def check_earlier(self, resume: bool) -> None:
+        """UserError if the output is there already, or what an earlier run left must not be touched, or cannot be gone
+        on with."""
+        partial, name = self.earlier, self.earlier.path
+        if self._overwrite:
+            return
+        if partial.is_foreign:
+            raise UserError(f"{name} is no file of nanoinfer; move it away, or give --overwrite to replace it.")
+        if partial.header is not None and partial.header.get("version") != VERSION:
+            raise UserError(
+                f"{name} was written by another version of nanoinfer; finish it with that one, or start over with "
+                "--overwrite."
+            )
+        if partial.results and not resume:
+            raise UserError(
+                f"{name} has {plural(len(partial.results), 'result')} of a run that was interrupted; give --resume to "
+                "go on with it, or --overwrite to drop them and start over."
+            )
+        if partial.header is not None:
+            self._overwrite = bool(partial.header.get("overwrite"))  # the interrupted run was allowed to
+        if self.is_taken and not partial.results:
+            what = "is complete, so there is nothing to resume" if resume else "exists already"
+            raise UserError(f"the output {self.path} {what}; give another name, or --overwrite to replace it.")
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the output exists and must not be replaced."""
+        return self._target.exists() and not self._overwrite
+
+    def keep(self, kept: Mapping[int, Kept]) -> None:
+        """Take these results of the earlier run over, by index of the input line."""
+        self._done.update(kept)
+
+    def begin(self, header: Mapping[str, Any], labels: list[tuple[str, str]]) -> None:
+        """Start the partial file with `header`, or go on with it if results were kept.
+
+        `labels` are the key and the id of every input line, by its index.
+        """
+        self._labels = labels
         try:
-            written = self._file.write(line)
-            if written != len(line):
-                raise OSError(28, os.strerror(28))
-            if self._clock() - self._last_fsync >= _FSYNC_EVERY_S:
-                os.fsync(self._file.fileno())
-                self._last_fsync = self._clock()
+            if self._done:
+                self.earlier.go_on()
+            else:
+                self.earlier.start({**header, "overwrite": self._overwrite})
         except OSError as error:
             raise self._failed(error) from error
-        self._records.append((index, self._size, len(line)))
-        self._size += len(line)
 
-    def skip(self, index: int) -> None:
-        pass
+    def write(self, index: int, line: bytes, *, failed: bool = False) -> None:
+        """Append one whole record, so that a crash can tear the last line only."""
+        key, name = self._labels[index]
+        try:
+            self._done[index] = self.earlier.write(key, name, line.removesuffix(b"\n"), failed=failed)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def finish(self) -> None:
-        """Sort into input order, put on disk, and give the file its name."""
+        """Put the records in order, on disk, and under their name; the partial file goes."""
+        temporary = self.earlier.path.with_name(self.earlier.path.name + ".sorted")
         try:
-            if self._order == "input" and self._records != sorted(self._records):
-                self._sort()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._partial, self._target)
-            self._sync_folder()
+            with temporary.open("wb") as out:
+                for kept in self._in_order():
+                    out.write(self.earlier.record(kept) + b"\n")
+                out.flush()
+                if self.is_taken:
+                    # A run that was killed between the last two steps has left its result and all that it was made of.
+                    if not filecmp.cmp(temporary, self._target, shallow=False):
+                        raise UserError(f"{self.path} has been written by something else; move it away, and resume.")
+                else:
+                    put_in_place(out.fileno(), temporary, self._target)
+            self.earlier.close(remove=True)
         except OSError as error:
             raise self._failed(error) from error
-
-    def _sort(self) -> None:
-        """Write the records in input order to a second file, which takes the partial file's name and place."""
-        ordered = self._partial.with_name(self._partial.name + ".sorted")
-        out = open(ordered, "w+b")  # noqa: SIM115  it lives on as self._file
-        for _, offset, length in sorted(self._records):
-            self._file.seek(offset)
-            out.write(self._file.read(length))
-        out.flush()
-        self._file.close()
-        self._file = out
-        os.replace(ordered, self._partial)
-
-    def _sync_folder(self) -> None:
-        if os.name == "nt":
-            return  # Windows has no way to open a folder for this
-        folder = os.open(self._target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name itself must survive a power cut
         finally:
-            os.close(folder)
+            temporary.unlink(missing_ok=True)
 
-    def abandon(self) -> str | None:
-        self._file.close()
-        if self._records:
-            return str(self._partial if self._partial.exists() else self._target)  # a signal may come after the rename
-        self._partial.unlink(missing_ok=True)
-        return None
+    def _in_order(self) -> Iterator[Kept]:
+        done = self._done.items() if self._keep_failures else [(i, k) for i, k in self._done.items() if not k.failed]
+        by_input = self._order == "input"
+        yield from (kept for _, kept in sorted(done, key=lambda item: item[0] if by_input else item[1].offset))
+
+    def abandon(self) -> Path | None:
+        has_results = bool(self.earlier.results)
+        self.earlier.close(remove=not has_results and not self.earlier.is_foreign)
+        return self.earlier.path if has_results and self.earlier.path.exists() else None
 
     def _failed(self, error: OSError) -> EngineError:
-        return EngineError(
-            f"cannot write {self._partial}: {error.strerror}; the {len(self._records)} results so far are in it."
-        )
+        return EngineError(f"cannot write {self.earlier.path}: {error.strerror}; the results before that are in it.")

@@ -40,11 +40,13 @@ def find_limits(config: EngineConfig) -> PromptLimits | None:
 
 @dataclass(frozen=True)
 class Services:
-    """What tests replace: how an engine is started, how prompts are counted, and the clock (seconds, monotonic)."""
+    """What tests replace: how an engine is started, how prompts are counted, the clock (seconds, monotonic), and the
+    words of the command line after the program's name."""
 
     open_llm: Callable[[EngineConfig, Notify], Any] = open_llm
     find_limits: Callable[[EngineConfig], PromptLimits | None] = find_limits
     clock: Callable[[], float] = time.perf_counter
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Console:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):
             self.quiet = True  # nobody reads any more; the result on stdout still matters
 
     def _styled(self, text: str, code: str) -> str:
