@@ -204,6 +204,7 @@ def test_what_only_the_loaded_model_knows_is_compared_too(batch: Batch, name: st
     def make(config: Any) -> FakeLLM:
         llm = FakeLLM(config)
         if name == "files":
+            (batch.folder / "config.json").write_text("{}")
             llm.model_folder = batch.folder
         elif name == "default":
             llm.default_sampling = replace(llm.default_sampling, temperature=0.1)
