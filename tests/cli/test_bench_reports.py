@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,34 @@ def test_markdown_and_csv(nanoinfer: Program) -> None:
     ]  # fmt: skip
     sweep = nanoinfer("bench", *SMALL, "--sweep", "1,2", "--format", "md").out
     assert sum(line.startswith(("| 1 |", "| 2 |")) for line in sweep.splitlines()) == 2
+
+
+# -- warm-up on a GPU --------------------------------------------------------------------------------------------------
+
+
+class OnGpu(FakeLLM):
+    """Says that it runs on a GPU, and notes how many sequences decode in each step."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.info = replace(self.info, device="cuda")
+        self.decodes: list[tuple[int, int]] = []  # (times that the cache was emptied, decoding sequences)
+        self.own = self.events.subscribe()
+
+    def step(self) -> Any:
+        deltas = super().step()
+        self.decodes += [(self.resets, event.decode_tokens) for event in self.own.drain()]
+        return deltas
+
+
+def test_the_warm_up_of_a_gpu_runs_every_batch_size(nanoinfer: Program) -> None:
+    nanoinfer.make = OnGpu
+    load = ("--device", "cuda", "--num-prompts", "12", "--input-len", "10", "--output-len", "3")
+    bench(nanoinfer, *load, "--max-num-batched-tokens", "30", "--max-num-seqs", "20")
+    assert {count for resets, count in nanoinfer.llm.decodes if resets == 0} >= set(range(1, 13))
+    result = bench(nanoinfer, *load, "--max-concurrency", "2")
+    before = [count for resets, count in nanoinfer.llm.decodes if resets == 0]
+    assert len(nanoinfer.llm.submitted) == 12 + 4 + 12  # four as the load will be sent, two at a time
+    assert before.count(2) > 3
+    assert result["completed"] == 12
+    assert nanoinfer.llm.resets == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
 WARMUP_OUTPUT_TOKENS = 16
+LEAST_ALONE = 4  # requests of a warm-up that sends one at a time
 WARMUP_SEED_OFFSET = 1_000_003
 
 
@@ -34,6 +37,11 @@ class Load:
     count: int
     rate: float
     max_concurrency: int | None
+
+
+def draining(count: int, prefill_steps: int) -> list[int]:
+    """Output lengths with which all requests run together once the last is prefilled, and then end one by one."""
+    return [prefill_steps + 2 + count - i for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -52,22 +60,48 @@ class Bench:
     def sampling(self) -> SamplingParams:
         return SamplingParams(temperature=self.workload.temperature, ignore_eos=True)
 
-    def warm_up(self) -> None:
-        """Compile, capture and tune on other prompts; what they leave in the prefix cache is forgotten before a run."""
-        count = self.options.warmup
-        if count is None:
-            on_gpu = self.llm.info.device != "cpu"
-            count = min(self.workload.num_prompts, self.llm.info.max_num_seqs) if on_gpu else 1
+    def warm_up(self, load: Load) -> None:
+        """Compile, capture and tune on other prompts; what they leave in the prefix cache is forgotten before a run.
+
+        On a GPU each batch size has a graph of its own, captured when it first comes: the first pass runs them all, and
+        where `load` does not send everything at once, a second pass sends as it does.
+        """
+        options, info = self.options, self.llm.info
+        if options.warmup is not None or info.device == "cpu":
+            self._send(min(options.warmup if options.warmup is not None else 1, self._most), lambda total: None, None)
+            return
+        count = min(load.count, info.max_num_seqs)
+        self._send(count, lambda tokens: draining(count, -(-tokens // info.max_num_batched_tokens)), None)
+        self.warm_up_again(load)
+
+    def warm_up_again(self, load: Load) -> None:
+        """The second pass alone, for the further levels of a sweep."""
+        one_by_one = 1 if not math.isinf(load.rate) else None
+        limit = load.max_concurrency or one_by_one
+        if limit is not None and self.options.warmup is None and self.llm.info.device != "cpu":
+            self._send(min(load.count, max(2 * limit, LEAST_ALONE)), lambda tokens: None, limit)
+
+    @property
+    def _most(self) -> int:
+        """Requests that a warm-up can have: a file does not have more."""
+        return self.workload.num_prompts if self.workload.entries else sys.maxsize
+
+    def _send(self, count: int, outputs: Callable[[int], list[int] | None], limit: int | None) -> None:
+        """`count` requests with the lengths that `outputs` says for so many prompt tokens, or short ones."""
         if not count:
             return
         self.session.console.status(f"warming up with {count} requests ...")
-        if self.workload.entries:
-            count = min(count, self.workload.num_prompts)  # a file does not have more
+        drawn = self.workload.requests(self.seed + WARMUP_SEED_OFFSET, count)
+        lengths = outputs(sum(len(request.token_ids) for request in drawn))
+        if lengths is None:
+            lengths = [min(request.output_tokens, WARMUP_OUTPUT_TOKENS) for request in drawn]
+        longest = self.llm.info.max_model_len
         requests = [
-            BenchRequest(request.token_ids, min(request.output_tokens, WARMUP_OUTPUT_TOKENS))
-            for request in self.workload.requests(self.seed + WARMUP_SEED_OFFSET, count)
+            BenchRequest(request.token_ids, min(length, longest - len(request.token_ids)))
+            for request, length in zip(drawn, lengths, strict=True)
         ]
-        LoadDriver(self.llm, requests, self.sampling).run(self.session.interrupts, self.monitor.tick)
+        driver = LoadDriver(self.llm, requests, self.sampling, max_concurrency=limit)
+        driver.run(self.session.interrupts, self.monitor.tick)
 
     def measure(self, requests: list[BenchRequest], load: Load, say: Callable[[int, Result], None]) -> Result:
         """`load` --repeat times, each on a cold cache; `say` hears of every run."""

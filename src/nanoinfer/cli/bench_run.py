@@ -101,7 +101,7 @@ def _single(bench: Bench, earlier: Result | None, compared: Path | None) -> Resu
         refuse_other_work(earlier, {**described, **({"goodput_slos_ms": limits} if limits else {})}, compared)
     console = bench.session.console
     console.say(f"workload: {described['workload']}")
-    bench.warm_up()
+    bench.warm_up(load)
     measured = bench.measure(requests, load, _say_run(bench, "run"))
     result = against_limits({**described, **measured}, bench.llm.measure_device())
     if earlier is not None:
@@ -123,13 +123,14 @@ def _sweep(bench: Bench) -> tuple[Result, BaseException | None]:
         check_fits(requests, bench.llm.info.max_model_len)
     described = _described(bench, None)
     bench.session.console.say(f"workload: {described['workload']}, at {len(loads)} levels of {sweep.over}")
-    bench.warm_up()
+    bench.warm_up(loads[-1])
     points: list[Result] = []
     stopped: BaseException | None = None
     for load, requests in zip(loads, drawn, strict=True):
         point = _load_facts(load) | {"requests_sha256": digest(requests)}
         point["workload"] = f"{replace(workload, num_prompts=load.count)}, {pace(load.rate, load.max_concurrency)}"
         name = f"{level_of(point, sweep.over)} {'at once' if sweep.over == 'concurrency' else 'req/s'}"
+        bench.warm_up_again(load)
         try:
             points.append(point | bench.measure(requests, load, _say_run(bench, name)))
         except (KeyboardInterrupt, Terminated) as signal:

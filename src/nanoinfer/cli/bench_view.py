@@ -27,10 +27,11 @@ def machine_rows(result: Result) -> list[Row]:
     """What was measured, where, and with which software."""
     engine, env, device = result["engine"], result["env"], result["device"]
     threads = f", {plural(device['threads'], 'thread')}" if device["threads"] else ""
+    host = "" if engine["device"] == "cpu" else f"host {env['cpu']}, {plural(env['cpu_cores'], 'core')}, "
     packages = [f"{name} {env[name]}" for name in ("nanoinfer", "torch", "triton", "flash-attn") if env.get(name)]
     return [
         ("model", f"{result['model_id']}, {engine['dtype']}, {engine['device']}, tp {engine['tensor_parallel_size']}"),
-        ("machine", f"{device['name']}{threads}, {byte_size(device['memory_bytes'])}; {env['system']}"),
+        ("machine", f"{device['name']}{threads}, {byte_size(device['memory_bytes'])}; {host}{env['system']}"),
         ("its limits", f"copy {si(device['copy_bytes_per_s'], 'B/s')}, matrix product "
                        f"{si(device['flops_per_s'], 'FLOP/s')} (measured now)"),
         ("software", ", ".join([*packages, f"Python {env['python']}"])),
