@@ -72,8 +72,13 @@ def test_eager_kernels_are_not_captured():
     assert not EAGER.reads_device_only
 
 
-def test_reserve_for_graphs_covers_their_logits():
-    assert profiling.graph_reserve(256, 151_936) >= 256 * 151_936 * 4 + (256 << 20)
+def test_reserve_for_graphs_covers_their_logits_and_activations():
+    shape = {"hidden_size": 4096, "intermediate_size": 12288, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    config = SimpleNamespace(vocab_size=151_936, **shape)
+    gate_up, residual = 2 * 12288, 4096
+    largest = 256 * 151_936 * 4 + 4096 * 2 * (gate_up + residual)
+    assert largest + (256 << 20) <= profiling.graph_reserve(config, 256, 8192) <= 3 * largest
+    assert profiling.graph_reserve(config, 256, 512) < profiling.graph_reserve(config, 256, 8192)
 
 
 class Runner:

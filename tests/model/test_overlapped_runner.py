@@ -15,6 +15,7 @@ from nanoinfer.kernels import reference
 from nanoinfer.kernels.kernel_set import EAGER
 from nanoinfer.runner import build, overlapped_runner
 from nanoinfer.runner.cuda_graphs import GraphCache, bucket_sizes
+from nanoinfer.runner.graphed_steps import Bucket
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
 from nanoinfer.runner.sampler import Sampler
 
@@ -24,7 +25,7 @@ def overlapped(monkeypatch):
     def make(model, attention, kv_caches, *, config, max_model_len, device):
         return OverlappedRunner(
             model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
-            device=device, use_graphs=False,
+            max_num_batched_tokens=config.max_num_batched_tokens, device=device, use_graphs=False,
         )  # fmt: skip
 
     monkeypatch.setattr(build, "make_runner", make)
@@ -85,7 +86,7 @@ def test_every_sampling_rule_gives_what_the_plain_runner_gives(case, monkeypatch
                 "make_runner",
                 lambda model, attention, kv_caches, *, config, max_model_len, device: OverlappedRunner(
                     model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
-                    device=device, use_graphs=False,
+                    max_num_batched_tokens=config.max_num_batched_tokens, device=device, use_graphs=False,
                 ),
             )  # fmt: skip
         with LLM(folder, device="cpu", num_blocks=12) as llm:
@@ -117,7 +118,7 @@ def test_close_frees_the_runner_without_the_garbage_collector(case, monkeypatch)
     def make(model, attention, kv_caches, *, config, max_model_len, device):
         runner = OverlappedRunner(
             model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
-            device=device, use_graphs=False,
+            max_num_batched_tokens=config.max_num_batched_tokens, device=device, use_graphs=False,
         )  # fmt: skip
         runners.append(weakref.ref(runner))
         return runner
@@ -170,8 +171,12 @@ class DeviceOnlyAttention:
         return out.flatten(1)
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 33])
-def test_graphed_steps_with_padding_equal_transformers(case, monkeypatch, max_num_seqs):
+@pytest.mark.parametrize(
+    ("max_num_seqs", "options"),
+    [(1, {}), (3, {}), (9, {"max_prefill_chunk": 7}), (33, {"num_blocks": 14, "max_prefill_chunk": 5})],
+    ids=["1", "3", "9 in chunks", "33 with preemption"],
+)
+def test_graphed_steps_with_padding_equal_transformers(case, monkeypatch, max_num_seqs, options):
     """Padding rows of a bucket once wrote to real slots, and once read stale ones."""
     folder, prompts, expected = case
     used = []
@@ -180,7 +185,7 @@ def test_graphed_steps_with_padding_equal_transformers(case, monkeypatch, max_nu
         attention = DeviceOnlyAttention(attention.heads, attention.cos_sin, EAGER)
         runner = OverlappedRunner(
             model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
-            device=device, use_graphs=True,
+            max_num_batched_tokens=config.max_num_batched_tokens, device=device, use_graphs=True,
         )  # fmt: skip
         used.append(runner._decode._graphs)
         return runner
@@ -188,14 +193,14 @@ def test_graphed_steps_with_padding_equal_transformers(case, monkeypatch, max_nu
     monkeypatch.setattr(build, "make_runner", make)
     monkeypatch.setattr(overlapped_runner, "GraphCache", ReplayedEagerly)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
-    with LLM(folder, device="cpu", num_blocks=30, max_num_seqs=max_num_seqs) as llm:
+    with LLM(folder, device="cpu", **({"num_blocks": 30, "max_num_seqs": max_num_seqs} | options)) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
         # The same with logits graphs and a sampler outside: logprobs need it.
         with_logprobs = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, with_logprobs)] == expected
-    kinds = {key[0] for key in used[0]._graphs}
-    assert kinds == {"decode", "prefill"}
+    kinds = {type(key) for key in used[0]._graphs}
+    assert kinds == {tuple, Bucket}
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 12, 17, 20, 33, 256, 513])

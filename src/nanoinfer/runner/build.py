@@ -281,7 +281,7 @@ def _profile(
         max_num_seqs=config.max_num_seqs,
         device=device,
     )
-    reserve = graph_reserve(config.max_num_seqs, plan.model_config.vocab_size)
+    reserve = graph_reserve(plan.model_config, config.max_num_seqs, config.max_num_batched_tokens)
     return gpu_kv_budget(start, config.gpu_memory_utilization, reserve, device)
 
 
@@ -314,6 +314,7 @@ def make_runner(
         attention,
         kv_caches,
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         device=device,
         use_graphs=can_graph(config, attention, model.kernels),

@@ -1,6 +1,9 @@
-"""Whole steps as CUDA graphs: decodes of any number of sequences, and short prefills, where Python would cost most."""
+"""Whole steps as CUDA graphs: decodes of any number of sequences, and mixed steps of up to a few thousand tokens."""
 
 from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +18,8 @@ from nanoinfer.runner.input_batch import StepArrays
 
 Ints = NDArray[np.int64]
 
-PREFILL_TOKENS = (32, 64, 128, 256, 512)  # buckets; longer prefills keep the device busy while Python launches
-PREFILL_SEQUENCES = 8
+MIXED_TOKENS = (32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)  # longer steps keep the device busy by themselves
+FEW_SEQUENCES = 8  # steps of so few have graphs of their own, since each sequence costs a row of the LM head
 
 
 def _copy_in(values: Ints, inputs: Tensor) -> None:
@@ -25,6 +28,13 @@ def _copy_in(values: Ints, inputs: Tensor) -> None:
     A fresh pinned buffer each time: the allocator keeps it from being used again before the copy has run.
     """
     inputs[: len(values)].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+
+
+class Bucket(NamedTuple):
+    """The sizes of a graph's inputs."""
+
+    tokens: int
+    sequences: int
 
 
 class GraphedDecode:
@@ -97,8 +107,12 @@ class GraphedDecode:
         return token_ids
 
 
-class GraphedPrefill:
-    """A step of a few prefills that are short together and all complete; their tokens come from the host."""
+class GraphedMixed:
+    """A step of decodes and prefill chunks in any mix, with so few tokens that Python would cost more than the device.
+
+    Every sequence goes through the prefill kernels, a decode as a chunk of one token. Decodes come first in a batch, so
+    token i is that of sequence i for each of them; its id is the newest in the device's rows.
+    """
 
     def __init__(
         self,
@@ -107,50 +121,66 @@ class GraphedPrefill:
         kv_caches: list[KVCache],
         rows: DeviceRows,
         graphs: GraphCache,
+        max_num_seqs: int,
+        max_num_tokens: int,
     ) -> None:
         self._model, self._attention, self._kv_caches = model, attention, kv_caches
         self._rows = rows
         self._graphs = graphs
-        # One buffer, so that a step's inputs are one copy: 3 arrays per token, 5 per sequence (cumulative ends too).
-        size = 3 * PREFILL_TOKENS[-1] + 5 * PREFILL_SEQUENCES
+        largest = min(MIXED_TOKENS[-1], max_num_tokens)
+        self._token_buckets = [*(size for size in MIXED_TOKENS if size < largest), largest]
+        self._sequence_buckets = sorted({min(FEW_SEQUENCES, max_num_seqs), max_num_seqs})
+        self._uses: Counter[Bucket] = Counter()
+        # One buffer, so that a step's inputs are one copy: 3 arrays per token, 6 per sequence.
+        size = 3 * largest + 6 * max_num_seqs
         self._inputs = torch.empty(size, dtype=torch.int64, device=rows.last_tokens.device)
 
-    @staticmethod
-    def accepts(num_tokens: int, num_sequences: int) -> bool:
-        return num_tokens <= PREFILL_TOKENS[-1] and num_sequences <= PREFILL_SEQUENCES
+    def accepts(self, num_tokens: int, num_sequences: int) -> bool:
+        """Whether to run such a step here. The first of a bucket is not: a capture costs as much as ten steps."""
+        if num_tokens > self._token_buckets[-1]:
+            return False
+        bucket = self._bucket(num_tokens, num_sequences)
+        self._uses[bucket] += 1
+        return self._uses[bucket] > 1
 
-    def run(self, arrays: StepArrays, token_indices: Ints) -> Tensor:
-        """Sequences that all sample; token_indices [n] count output tokens -> token ids [n], also in the rows."""
-        num_tokens, count = len(arrays.input_ids), len(arrays.sample_rows)
-        bucket = next(size for size in PREFILL_TOKENS if size >= num_tokens)
-        key = ("prefill", bucket)
-        if key not in self._graphs:
-            self._fill(bucket, 0, 0, None, np.empty(0, np.int64))
-            self._graphs.capture(key, lambda: self._step(bucket))
-        self._fill(bucket, num_tokens, count, arrays, token_indices)
-        return self._graphs.replay(key)[:count]
+    def _bucket(self, num_tokens: int, num_sequences: int) -> Bucket:
+        return Bucket(
+            next(size for size in self._token_buckets if size >= num_tokens),
+            next(size for size in self._sequence_buckets if size >= num_sequences),
+        )
 
-    def _fill(self, bucket: int, tokens: int, count: int, arrays: StepArrays | None, token_indices: Ints) -> None:
-        """Padding: tokens that no sequence owns and nobody stores, and sequences without tokens."""
-        per_token = np.zeros((3, bucket), np.int64)
+    def run(self, arrays: StepArrays, num_decodes: int, token_indices: Ints) -> Tensor:
+        """token_indices [S] count output tokens -> token ids [S] of the sequences that sample, also in the rows."""
+        bucket = self._bucket(len(arrays.input_ids), len(arrays.rows))
+        if bucket not in self._graphs:
+            _copy_in(self._padded(bucket, None, 0, token_indices), self._inputs)
+            self._graphs.capture(bucket, lambda: self._step(bucket))
+        _copy_in(self._padded(bucket, arrays, num_decodes, token_indices), self._inputs)
+        return self._graphs.replay(bucket)[: len(arrays.sample_rows)]
+
+    def _padded(self, bucket: Bucket, arrays: StepArrays | None, num_decodes: int, token_indices: Ints) -> Ints:
+        """The inputs of a step, `arrays`' and padding: tokens that no sequence owns and nobody stores, and sequences
+        without tokens. An id of -1 is the newest of its row."""
+        per_token = np.zeros((3, bucket.tokens), np.int64)
+        per_sequence = np.zeros((6, bucket.sequences), np.int64)
         per_token[2] = -1
-        per_sequence = np.zeros((5, PREFILL_SEQUENCES), np.int64)
-        per_sequence[0] = self._rows.padding_row
-        per_sequence[1] = tokens  # where each sequence ends
+        per_sequence[[0, 3]] = self._rows.padding_row
         if arrays is not None:
+            tokens, count, samples = len(arrays.input_ids), len(arrays.rows), len(arrays.sample_rows)
             per_token[:, :tokens] = arrays.input_ids, arrays.positions, arrays.slot_mapping
-            per_sequence[0, :count] = arrays.sample_rows
-            per_sequence[1, :count] = arrays.cu_seqlens_q[1:]
-            per_sequence[2, :count] = arrays.context_lens
-            per_sequence[3, :count] = arrays.sample_at
-            per_sequence[4, :count] = token_indices
-        _copy_in(np.concatenate([per_token.ravel(), per_sequence.ravel()]), self._inputs)
+            per_token[0, :num_decodes] = -1
+            per_sequence[1] = tokens  # where each sequence ends
+            per_sequence[:3, :count] = arrays.rows, arrays.cu_seqlens_q[1:], arrays.context_lens
+            per_sequence[3:, :samples] = arrays.sample_rows, arrays.sample_at, token_indices
+        return np.concatenate([per_token.ravel(), per_sequence.ravel()])
 
-    def _step(self, bucket: int) -> Tensor:
-        input_ids, positions, slots = self._inputs[: 3 * bucket].view(3, bucket)
-        end = 3 * bucket + 5 * PREFILL_SEQUENCES
-        rows, ends, lengths, sample_at, token_indices = self._inputs[3 * bucket : end].view(5, PREFILL_SEQUENCES)
-        state = self._rows
+    def _step(self, bucket: Bucket) -> Tensor:
+        state, split = self._rows, 3 * bucket.tokens
+        input_ids, positions, slots = self._inputs[:split].view(3, -1)
+        per_sequence = self._inputs[split : split + 6 * bucket.sequences].view(6, -1)
+        rows, ends, lengths, sample_rows, sample_at, token_indices = per_sequence
+        first = min(bucket)
+        newest = torch.where(input_ids[:first] < 0, state.last_tokens[rows[:first]], input_ids[:first])
         batch = AttentionBatch(
             positions=positions,
             slot_mapping=slots,
@@ -158,11 +188,14 @@ class GraphedPrefill:
             context_lens=lengths.to(torch.int32),
             block_tables=state.block_tables[rows],
             # On the host only the most that could be is known: history everywhere, a bucket's worth of queries each.
-            starts=[1] * PREFILL_SEQUENCES,
-            query_lens=[bucket] * PREFILL_SEQUENCES,
+            starts=[1] * bucket.sequences,
+            query_lens=[bucket.tokens] * bucket.sequences,
             num_decodes=0,
         )
-        hidden = self._model.forward(input_ids, self._attention.plan(batch), self._kv_caches, sample_at)
-        token_ids = self._model.sample(hidden, state.temperatures[rows], state.seeds[rows], token_indices)
-        state.last_tokens.index_copy_(0, rows, token_ids)
+        hidden = self._model.forward(
+            torch.cat((newest, input_ids[first:])), self._attention.plan(batch), self._kv_caches, sample_at
+        )
+        temperatures, seeds = state.temperatures[sample_rows], state.seeds[sample_rows]
+        token_ids = self._model.sample(hidden, temperatures, seeds, token_indices)
+        state.last_tokens.index_copy_(0, sample_rows, token_ids)
         return token_ids

@@ -17,6 +17,7 @@ Int64Array = NDArray[np.int64]
 class StepArrays:
     """The inputs of one step: B sequences, T tokens end to end, S sequences that sample. Fresh, never changed."""
 
+    rows: Int64Array  # [B]
     input_ids: Int64Array  # [T]
     positions: Int64Array  # [T]
     slot_mapping: Int64Array  # [T]
@@ -75,6 +76,7 @@ class SequenceRows:
         blocks_in_use = -(-int(ends.max()) // self.block_size)
         assert (ends <= self.num_blocks[rows] * self.block_size).all(), (rows, ends, self.num_blocks[rows])
         return StepArrays(
+            rows=rows,
             input_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
             slot_mapping=blocks * self.block_size + positions % self.block_size,

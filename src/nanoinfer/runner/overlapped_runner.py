@@ -1,8 +1,8 @@
 """OverlappedRunner: launches steps without waiting for them. Sampled tokens stay on the device and feed the next step.
 
 The plain twin is ModelRunner. What differs: decoding sequences take their token from the device's rows, because the
-host may not know it yet; results travel to the host behind an event; and steps of decodes only, or of short whole
-prefills only, are one CUDA graph each.
+host may not know it yet; results travel to the host behind an event; and steps of decodes only, or of few tokens, are
+one CUDA graph each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.cuda_graphs import GraphCache
 from nanoinfer.runner.device_rows import DeviceRows
 from nanoinfer.runner.executor import step_error
-from nanoinfer.runner.graphed_steps import GraphedDecode, GraphedPrefill
+from nanoinfer.runner.graphed_steps import GraphedDecode, GraphedMixed
 from nanoinfer.runner.input_batch import SequenceRows, StepArrays
 from nanoinfer.runner.model_runner import step_input
 from nanoinfer.runner.sampler import Sampler
@@ -32,9 +32,16 @@ class PendingStep:
     """A step under way: its token ids are being copied to pinned memory; `result` waits for them."""
 
     def __init__(
-        self, token_ids: Tensor | None, logprobs: list[TokenLogprobs | None] | None, clock: StepClock, used_graph: bool
+        self,
+        token_ids: Tensor | None,
+        logprobs: list[TokenLogprobs | None] | None,
+        clock: StepClock,
+        used_graph: bool,
+        order: NDArray[np.int64] | None = None,
     ) -> None:
+        """order: the place in the batch of each of token_ids and logprobs, where that is not their own."""
         self._logprobs = logprobs
+        self._order = order
         self._used_graph = used_graph
         self._token_ids = token_ids
         if token_ids is not None and token_ids.is_cuda:
@@ -49,7 +56,12 @@ class PendingStep:
         except RuntimeError as error:  # a kernel's error shows where the host next waits
             raise step_error(error) from error
         token_ids = [] if self._token_ids is None else self._token_ids.tolist()
-        return StepResult(token_ids, self._logprobs, device_ms=device_ms, used_graph=self._used_graph)
+        logprobs = self._logprobs
+        if self._order is not None:
+            taken_from = np.argsort(self._order).tolist()
+            token_ids = [token_ids[i] for i in taken_from]
+            logprobs = None if logprobs is None else [logprobs[i] for i in taken_from]
+        return StepResult(token_ids, logprobs, device_ms=device_ms, used_graph=self._used_graph)
 
 
 class StepClock:
@@ -86,6 +98,7 @@ class OverlappedRunner:
         kv_caches: list[KVCache],
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         device: torch.device,
         use_graphs: bool,
@@ -99,11 +112,13 @@ class OverlappedRunner:
         self._table = SamplingTable(max_num_seqs)
         self._sampler = Sampler(self._table, self._rows, model.kernels, device)
         self._on_device = DeviceRows(self._rows, self._table, device)
-        self._decode = self._prefill = None
+        self._decode = self._mixed = None
         if use_graphs:
             graphs = GraphCache()
             self._decode = GraphedDecode(model, attention, kv_caches, self._on_device, graphs, max_num_seqs)
-            self._prefill = GraphedPrefill(model, attention, kv_caches, self._on_device, graphs)
+            self._mixed = GraphedMixed(
+                model, attention, kv_caches, self._on_device, graphs, max_num_seqs, max_num_batched_tokens
+            )
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
@@ -116,21 +131,23 @@ class OverlappedRunner:
         if self._decode is not None and batch.num_decodes == len(batch.rows):
             return self._launch_decode(self._decode, batch, clock)
         arrays = self._rows.step_arrays(batch)
-        if self._prefill is not None and self._suits_prefill_graph(batch, arrays):
-            return self._launch_prefill(self._prefill, arrays, clock)
-        return self._launch_mixed(batch, arrays, clock)
+        mixed = self._mixed
+        if mixed and self._is_plain(arrays.sample_rows) and mixed.accepts(len(arrays.input_ids), len(arrays.rows)):
+            token_ids = mixed.run(arrays, batch.num_decodes, self._token_indices(arrays))
+            return PendingStep(token_ids, None, clock, used_graph=True)
+        return self._launch_eagerly(batch, arrays, clock)
 
     def _launch_decode(self, decode: GraphedDecode, batch: ScheduledBatch, clock: StepClock) -> PendingStep:
         rows, positions = np.array(batch.rows, np.int64), np.array(batch.starts, np.int64)
+        # Longest first: attention's programs start in this order, and a long one that starts last runs alone.
+        order = np.argsort(-positions, kind="stable")
+        rows, positions = rows[order], positions[order]
         if self._is_plain(rows):
-            return PendingStep(decode.run(rows, positions, sample=True), None, clock, used_graph=True)
+            return PendingStep(decode.run(rows, positions, sample=True), None, clock, used_graph=True, order=order)
         logits = decode.run(rows, positions, sample=False)
-        return self._sample_from_logits(logits, rows, positions + 1, clock, used_graph=True)
+        return self._sample_from_logits(logits, rows, positions + 1, clock, used_graph=True, order=order)
 
-    def _launch_prefill(self, prefill: GraphedPrefill, arrays: StepArrays, clock: StepClock) -> PendingStep:
-        return PendingStep(prefill.run(arrays, self._token_indices(arrays)), None, clock, used_graph=True)
-
-    def _launch_mixed(self, batch: ScheduledBatch, arrays: StepArrays, clock: StepClock) -> PendingStep:
+    def _launch_eagerly(self, batch: ScheduledBatch, arrays: StepArrays, clock: StepClock) -> PendingStep:
         """Any step, without a graph."""
         rows = arrays.sample_rows
         hidden = self._forward(batch, arrays)
@@ -145,15 +162,6 @@ class OverlappedRunner:
         state.last_tokens.index_copy_(0, index, token_ids)
         return PendingStep(token_ids, None, clock, used_graph=False)
 
-    def _suits_prefill_graph(self, batch: ScheduledBatch, arrays: StepArrays) -> bool:
-        """Whether all sequences are prefills that end in this step, short together and plainly sampled."""
-        return (
-            not batch.num_decodes
-            and len(arrays.sample_rows) == len(batch.rows)
-            and GraphedPrefill.accepts(len(arrays.input_ids), len(batch.rows))
-            and self._is_plain(arrays.sample_rows)
-        )
-
     def _token_indices(self, arrays: StepArrays) -> NDArray[np.int64]:
         """[S]: which of its output tokens each sampling sequence is about to get."""
         return arrays.sample_lens - self._rows.prompt_lens[arrays.sample_rows]
@@ -163,14 +171,21 @@ class OverlappedRunner:
         return not (self._table.needs[rows] & ~np.uint8(RANDOM)).any()
 
     def _sample_from_logits(
-        self, logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], clock: StepClock, *, used_graph: bool
+        self,
+        logits: Tensor,
+        rows: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        clock: StepClock,
+        *,
+        used_graph: bool,
+        order: NDArray[np.int64] | None = None,
     ) -> PendingStep:
         sampled = self._sampler.sample(logits, rows, lengths)
         self._on_device.last_tokens.index_copy_(0, upload(rows, self._device), sampled.token_ids)
         if (self._table.needs[rows] & PENALTIES).any():
             # Penalties count tokens on the host, so the rows' own are fetched before the next step is launched.
             self._rows.append_tokens(rows, lengths, sampled.token_ids.cpu().numpy())
-        return PendingStep(sampled.token_ids, sampled.logprobs, clock, used_graph=used_graph)
+        return PendingStep(sampled.token_ids, sampled.logprobs, clock, used_graph, order)
 
     def _forward(self, batch: ScheduledBatch, arrays: StepArrays) -> Tensor:
         """Hidden states [S, H] of the sequences that sample, computed without a graph."""

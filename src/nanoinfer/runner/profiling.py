@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
+from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner import memory
+from nanoinfer.runner.graphed_steps import MIXED_TOKENS
 
 # Activations of CUDA graphs, which share one pool, and what libraries allocate when they first see a shape; bytes.
 GRAPH_RESERVE = 256 << 20
@@ -66,9 +68,14 @@ def run_worst_step(
     torch.cuda.synchronize(device)
 
 
-def graph_reserve(max_num_seqs: int, vocab_size: int) -> int:
-    """Bytes that CUDA graphs may take after the profiling run."""
-    return GRAPH_RESERVE + max_num_seqs * vocab_size * GRAPH_LOGIT_BYTES
+def graph_reserve(config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Bytes that CUDA graphs may take after the profiling run: they share a pool, so the largest of them counts."""
+    tokens = min(MIXED_TOKENS[-1], max_num_batched_tokens)
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    # At the widest point of a layer, in two bytes: the residual and the normed tokens, and gate, up and their product,
+    # or the projections and attention's output.
+    widest = 2 * (3 * config.hidden_size + max(3 * config.intermediate_size, heads * config.head_dim))
+    return GRAPH_RESERVE + tokens * widest + max_num_seqs * config.vocab_size * GRAPH_LOGIT_BYTES
 
 
 def gpu_kv_budget(start: MemoryMark, utilization: float, reserve: int, device: torch.device) -> int:
