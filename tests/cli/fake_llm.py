@@ -87,6 +87,9 @@ class ByteTokenizer:
     def decode(self, token_ids: list[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id == EOS
+
     @property
     def supports_system(self) -> bool:
         return self._system_role

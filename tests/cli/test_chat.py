@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Program
 from fake_llm import ByteTokenizer, FakeLLM, shout
+
+HERE = Path(__file__).parent
 
 
 def with_llm(nanoinfer: Program, **options: Any) -> None:
@@ -79,19 +83,45 @@ def test_commands(nanoinfer: Program) -> None:
     result = nanoinfer(
         "chat",
         stdin=(
-            "/help\n/system be brief\n/set temperature 0.25\n/set think off\n/set stop END\n/show\nhi\n/stats\n/cache\n"
-            "/regen\n/undo\n/clear\n/system none\nlast\n/quit\nnever\n"
+            "/help\n/stats\n/system be brief\n/set temperature 0.25\n/set think off\n/set stop END\n/set stop\n/show\n"
+            "hi\n/stats\n/cache\n/regen\n/undo\n/clear\n/system none\nlast\n/quit\nnever\n"
         ),
     )
     assert (result.code, result.out) == (0, "HI\nHI\nLAST\n")
-    assert "/set NAME VALUE" in result.err
-    assert "system prompt: be brief" in result.err
-    assert "sampling: temperature 0.25, top_p 0.95, max_tokens None, stop ('END',)" in result.err
-    assert "chat: 1 answer, 3 output tokens, prompts " in result.err
-    assert "1,024 KV blocks of 4 tokens: 0 active" in result.err
-    assert "taken back: hi" in result.err
+    for line in (
+        "/set [NAME [VALUE]]", "There is no answer yet.", "system prompt: be brief", "temperature is 0.25",
+        "think is off", "stop is 'END'", "think off · thinking show · markdown on · stats off",
+        "sampling: temperature 0.25, top_p 0.95, max_tokens none, stop 'END'", "conversation: 0 turns",
+        "last answer: 3 tok", "taken back: hi",
+    ):  # fmt: skip
+        assert line in result.err, line
+    assert re.search(r"KV pool .* 1,024 blocks of 4 tokens\n .* 0 active", result.err)  # the panel of /cache
+    assert re.search(r"TTFT +p50", result.err)  # the panel of /stats
     assert messages(nanoinfer, 1) == "<system>be brief<user>hi<thinking=False><assistant>"
     assert messages(nanoinfer, 2) == "<user>last<thinking=False><assistant>"
+
+
+def test_save_load_and_read(nanoinfer: Program, tmp_path: Path) -> None:
+    chat, notes = tmp_path / "my chat.json", tmp_path / "notes.txt"
+    notes.write_text("\ufefffrom a file\n", encoding="utf-8")
+    result = nanoinfer(
+        "chat", "--system", "be brief",
+        stdin=f"/save {chat}\nhi\n/save '{chat}'\n/save\n/read {notes}\n/show\nwhat is it?\n/show\n/save {notes}\n",
+    )  # fmt: skip
+    assert (result.code, result.out) == (0, "HI\nFROM A FILE\n\nWHAT IS IT?\n")
+    for line in (
+        "error: there is nothing to save yet.", f"1 turn saved in {chat}", f"1 turn saved again in {chat}",
+        f"{notes}: 11 tokens of a context of 2,048; your next message comes after it.",
+        "conversation: 1 turn, saved in", ", 1 file for the next message",
+        f"error: {notes} exists; choose another name.",
+    ):  # fmt: skip
+        assert line in result.err, line
+    assert notes.read_text(encoding="utf-8") == "\ufefffrom a file\n"
+    result = nanoinfer("chat", stdin=f"lost\n/load {chat}\nagain\n")
+    assert "1 turn loaded from" in result.err
+    assert "the 1 turn before it are forgotten" in result.err
+    assert "last: hi -> HI" in result.err
+    assert messages(nanoinfer, 1) == "<system>be brief<user>hi<assistant>HI<user>again<assistant>"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +132,17 @@ def test_commands(nanoinfer: Program) -> None:
         ("/set temprature 1", "error: there is no setting 'temprature'; did you mean 'temperature'?"),
         ("/set temperature hot", "error: temperature is 'hot'; it must be a number from 0 to 100."),
         ("/set think maybe", "error: think is auto, on or off."),
+        ("/set markdown maybe", "error: markdown is on or off."),
+        ("/set thinking", "thinking is show (show, hide)."),
         ("/set", "/set NAME VALUE, where NAME is one of"),
+        ("/save", "error: /save FILE: name the file to write."),
+        ("/load", "error: /load FILE: name a file that /save wrote."),
+        ("/load no-such-file", "error: cannot read no-such-file: No such file or directory."),
+        ("/read", "error: /read FILE: name a text file;"),
+        ("/read no-such-file", "error: cannot read no-such-file: No such file or directory."),
+        (f"/read {HERE / 'fake_llm.py'}", "and the context is 2,048; give a shorter file."),
+        (f"/load {HERE / 'fake_llm.py'}", "is not JSON (line 1:"),
+        ("/unod", "error: unknown command /unod; did you mean /undo?"),
         ("/undo", "There is nothing to take back."),
         ("/regen", "There is no answer to generate again."),
     ],
@@ -142,3 +182,32 @@ def test_an_empty_prompt_and_json_without_a_prompt_are_refused(nanoinfer: Progra
     for arguments in (("-p", " "), ("--json",)):
         result = nanoinfer("chat", *arguments)
         assert (result.code, nanoinfer.llm) == (2, None)
+
+
+def test_text_that_begins_with_a_slash_can_be_sent(nanoinfer: Program) -> None:
+    assert nanoinfer("chat", stdin='"""/* a comment */\nx"""\n"""/one"""\n').out == "/* A COMMENT */\nX\n/ONE\n"
+
+
+def test_a_binary_file_is_not_read(nanoinfer: Program, tmp_path: Path) -> None:
+    for content, message in (
+        (b"\xff\xfe", "is not UTF-8 text (byte 0)"), (b"a\0b", "zero byte"), (b" \n", "is empty"),
+        (b"x" * 70_000, "has 68.4 KiB, too much for a context of 2,048 tokens; cut it."),
+    ):  # fmt: skip
+        (tmp_path / "f").write_bytes(content)
+        result = nanoinfer("chat", stdin=f"/read {tmp_path / 'f'}\nhi\n")
+        assert (result.out, message in result.err) == ("HI\n", True)
+
+
+def test_thinking_can_be_hidden_and_an_empty_answer_is_explained(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, reply=lambda prompt: "<think>hm</think>")
+    result = nanoinfer("chat", "--thinking", "hide", stdin="one\ntwo\n")
+    assert (result.code, result.out) == (0, "")
+    assert "[the model gave no answer; /regen asks again]" in result.err
+    assert messages(nanoinfer, 1) == "<user>one\n\ntwo<assistant>"
+
+
+def test_an_answer_cut_by_the_context_is_explained(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, reply=lambda prompt: "word " * 100, max_model_len=100)
+    result = nanoinfer("chat", stdin="hi\n/set max_tokens 5\n/regen\n")
+    assert "the answer was cut: the context is full. /undo, /clear, or write on" in result.err
+    assert "the answer was cut: max_tokens is reached. /set max_tokens N or none, then /regen." in result.err

@@ -76,15 +76,15 @@ def test_control_c_stops_the_answer_and_keeps_the_partial_text(start: Start) -> 
     assert code_of(child) == 0
 
 
-def test_control_c_while_thinking_takes_the_message_back(start: Start) -> None:
+def test_control_c_while_thinking_keeps_the_question(start: Start) -> None:
     child = start("thinks-long")
     child.send("go\r")
     child.expect("hm hm")
     child.sendintr()
-    child.expect("the message is taken back")
+    child.expect("stopped; there is no answer yet; /regen asks again")
     child.expect(PROMPT)
     child.send("/undo\r")
-    child.expect("nothing to take back")
+    child.expect("taken back: go")
 
 
 def test_a_second_control_c_leaves_with_130(start: Start) -> None:
@@ -127,17 +127,49 @@ def test_thinking_is_shown_dim_before_the_answer(start: Start) -> None:
     child.expect("YES\r\n")
 
 
-def test_a_full_context_offers_a_choice(start: Start) -> None:
+def full(start: Start) -> pexpect.spawn:
+    """A chat that asks what to forget, its context of 100 tokens being too short for a second question."""
     child = start("small")
     child.send("a question\r")
     child.expect("A QUESTION")
     child.expect(PROMPT)
-    child.send("x" * 50 + "\r")
-    child.expect(r"\[o\]ldest .* \[a\]ll earlier ones, or take this message \[b\]ack\?")
-    child.expect(r"o/a/b>")
-    child.send("o\r")
-    child.expect("X" * 20)
+    child.send("x" * 35 + "\r")
+    child.expect("the context is full: the conversation has 89 of 100 tokens, 11 of 12 are left for the answer")
+    for line in (
+        "o  forget the 1 oldest turn of 2",
+        "c  clear all",
+        "s  shorter answer, of at most 11",
+        "b  take this",
+    ):
+        child.expect(line)
+    child.expect("o/c/s/b>")
+    return child
+
+
+@pytest.mark.parametrize(
+    ("choice", "outcome"),
+    [
+        ("o", "1 turn forgotten; the rest is read anew.*X{35}\r\n"),
+        ("c", "1 turn forgotten; the rest is read anew.*X{35}\r\n"),
+        ("s", "X{11}\r\n.*cut: the context is full"),
+        ("b", r"\r\n"),
+    ],
+)
+def test_a_full_context_offers_a_choice(start: Start, choice: str, outcome: str) -> None:
+    child = full(start)
+    child.send(f"?\r{choice}\r")
+    child.expect(outcome)
     child.expect(PROMPT)
+    child.send("/show\r")
+    child.expect("conversation: " + {"s": "2 turns", "b": "1 turn\r"}.get(choice, "1 turn\r"))
+
+
+def test_control_c_at_the_choice_takes_the_message_back(start: Start) -> None:
+    child = full(start)
+    child.sendintr()
+    child.expect(PROMPT)
+    child.send("/show\r")
+    child.expect("conversation: 1 turn\r")
 
 
 def test_typed_lines_are_remembered_in_a_file_of_ones_own(start: Start, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ class Terminal(io.StringIO):
         ("\x1b[2J\x1b]0;title\x07", "␛[2J␛]0;title␇"),
         ("a\rb\r\nc\td", "a␍b\nc\td"),
         ("\x9b31m\x7f\x00", "\\x9b31m␡␀"),
+        ("user\u202egpj.exe \u2066x\u2069 \u2028", "user\\u202egpj.exe \\u2066x\\u2069 \\u2028"),
         ("čeština 漢字 😀 ไทย", "čeština 漢字 😀 ไทย"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from nanoinfer.cli.options import SamplingFlags, ThinkChoice
+from nanoinfer.cli.options import SamplingFlags, ThinkChoice, ThinkingDisplay
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig
 
@@ -18,6 +18,12 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System prompt.")] = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this and leave.")] = None,
     think: Annotated[ThinkChoice, typer.Option("--think", help="The chat template's thinking switch.")] = "auto",
+    thinking: Annotated[
+        ThinkingDisplay, typer.Option("--thinking", help="Show the model's thinking, dim, or hide it.")
+    ] = "show",
+    markdown: Annotated[
+        bool, typer.Option("--markdown/--no-markdown", help="Render Markdown on a terminal with colours.")
+    ] = True,
     stats: Annotated[
         bool | None, typer.Option("--stats/--no-stats", help="Numbers after each answer (default: on a terminal).")
     ] = None,
@@ -29,4 +35,6 @@ def chat(
     session.announce("starting")
     from nanoinfer.cli.chat_run import ChatOptions, run_chat
 
-    return run_chat(session, engine, ChatOptions(sampling.given, system, prompt, think, stats, history))
+    return run_chat(
+        session, engine, ChatOptions(sampling.given, system, prompt, think, thinking, markdown, stats, history)
+    )

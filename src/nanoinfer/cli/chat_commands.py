@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nanoinfer.cli.options import ThinkChoice
-from nanoinfer.config import SamplingParams
-from nanoinfer.errors import ConfigError
+from rich.text import Text
+
+from nanoinfer.cli import chat_files, chat_settings
+from nanoinfer.cli.chat_engine import stats_line
+from nanoinfer.cli.line_reader import PATH, Words
+from nanoinfer.errors import UserError
 from nanoinfer.ui import text
+from nanoinfer.ui.display import to_terminal
+from nanoinfer.ui.glyphs import ASCII, UNICODE
+from nanoinfer.ui.panels import cache_panel, stats_panel
 
 if TYPE_CHECKING:
     from nanoinfer.cli.chat_loop import Chat
 
-# What makes no sense for one streamed answer at a time.
-_NOT_SETTABLE = ("n", "logprobs", "stop_token_ids", "ignore_eos")
-
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """`run` gets the chat and the text after the name; it returns True to leave."""
+    """`run` gets the chat and the text after the name; it returns True to leave. UserError is shown as one line."""
 
     names: tuple[str, ...]
     usage: str
@@ -32,11 +34,15 @@ class ChatCommand:
 
 def run_command(chat: Chat, line: str) -> bool:
     """Run a line that starts with "/"; whether the chat ends. An unknown command is one error line, nothing else."""
-    name, _, argument = line.partition(" ")
+    name, *rest = line.split(maxsplit=1)
     name = name.lower()
     for command in COMMANDS:
         if name in command.names:
-            return bool(command.run(chat, argument.strip()))
+            try:
+                return bool(command.run(chat, rest[0].strip() if rest else ""))
+            except UserError as error:
+                chat.console.error(str(error))
+                return False
     near = difflib.get_close_matches(name, command_names(), n=1)
     chat.console.error(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else "/help lists them."))
     return False
@@ -46,11 +52,16 @@ def command_names() -> list[str]:
     return [name for command in COMMANDS for name in command.names]
 
 
+def completions() -> Words:
+    """What Tab completes: the commands, and what can follow them."""
+    values: Words = {name: dict.fromkeys(chat_settings.CHOICES.get(name, ())) for name in chat_settings.NAMES}
+    following = {"/set": values, "/read": PATH, "/save": PATH, "/load": PATH}
+    return {name: following.get(name) for name in command_names()}
+
+
 def _help(chat: Chat, argument: str) -> None:
-    for command in COMMANDS:
-        chat.console.say(f"  {command.usage:24} {command.help}")
-    chat.console.say('  """ ... """              A message of several lines; Alt-Enter starts a new line, too.')
-    chat.console.say("  Ctrl-C                   Stop the answer; at the prompt, clear the line. Ctrl-D leaves.")
+    for usage, explanation in [*((c.usage, c.help) for c in COMMANDS), *KEYS]:
+        chat.console.say(f"  {usage:20} {explanation}")
 
 
 def _exit(chat: Chat, argument: str) -> bool:
@@ -59,6 +70,7 @@ def _exit(chat: Chat, argument: str) -> bool:
 
 def _clear(chat: Chat, argument: str) -> None:
     chat.conversation.clear()
+    chat.attached, chat.saved_as = [], None
     chat.console.say("The conversation is empty" + ("; the system prompt stays." if chat.conversation.system else "."))
 
 
@@ -71,74 +83,23 @@ def _system(chat: Chat, argument: str) -> None:
         chat.console.say("There is no system prompt; /system TEXT sets one.")
 
 
-def settable_names() -> list[str]:
-    """The names that /set knows."""
-    return [f.name for f in fields(SamplingParams) if f.name not in _NOT_SETTABLE] + ["think", "stats"]
-
-
-def _set(chat: Chat, argument: str) -> None:
-    name, _, value = argument.partition(" ")
-    settings, value = chat.settings, value.strip()
-    if not name or not value:
-        chat.console.say(f"/set NAME VALUE, where NAME is one of {', '.join(settable_names())}.")
-    elif name == "stats" and value in ("on", "off"):
-        settings.stats = value == "on"
-    elif name == "think" and value in get_args(ThinkChoice):
-        settings.think = value  # type: ignore[assignment]
-    elif name in ("stats", "think"):
-        chat.console.error(f"{name} is {'on or off' if name == 'stats' else 'auto, on or off'}.")
-    elif name not in settable_names():
-        near = difflib.get_close_matches(name, settable_names(), n=1)
-        chat.console.error(f"there is no setting '{name}'" + (f"; did you mean '{near[0]}'?" if near else "."))
-    else:
-        try:
-            settings.sampling = settings.sampling.with_options({name: _parse_value(name, value)})
-        except ConfigError as error:
-            chat.console.error(str(error))
-
-
-def _parse_value(name: str, value: str) -> object:
-    """A number where it is one, None for `none`, a list for stop strings, otherwise the text itself."""
-    if name == "stop":
-        return () if value == "none" else (value,)
-    if value == "none":
-        return None
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
-def _show(chat: Chat, argument: str) -> None:
-    info, sampling = chat.engine.llm.info, chat.settings.sampling
-    chat.console.say(f"model: {info.model} on {info.device}, {info.dtype}, {text.count(info.max_model_len)} tokens")
-    chat.console.say(f"system: {chat.conversation.system or '(none)'}")
-    chat.console.say(f"think: {chat.settings.think}; stats: {'on' if chat.settings.stats else 'off'}")
-    defaults = SamplingParams()
-    shown = [f.name for f in fields(SamplingParams) if f.name not in _NOT_SETTABLE]
-    changed = [n for n in shown if getattr(sampling, n) != getattr(defaults, n) or n in ("temperature", "max_tokens")]
-    chat.console.say("sampling: " + ", ".join(f"{name} {getattr(sampling, name)}" for name in changed))
-
-
 def _stats(chat: Chat, argument: str) -> None:
-    totals = chat.engine.totals
-    chat.console.say(f"last: {totals.last}")
-    if totals.turns:
-        share = 100 * totals.cached_tokens / totals.prompt_tokens
-        chat.console.say(
-            f"chat: {text.plural(totals.turns, 'answer')}, {text.count(totals.output_tokens)} output tokens, prompts "
-            f"{text.count(totals.prompt_tokens)} ({text.count(totals.cached_tokens)} cached, {share:.0f}%)"
-        )
+    if chat.engine.last is None:
+        chat.console.say("There is no answer yet.")
+        return
+    chat.console.say(f"last answer: {stats_line(chat.engine.last)}")
+    _panel(chat, stats_panel)
 
 
 def _cache(chat: Chat, argument: str) -> None:
-    snapshot = chat.engine.llm.cache_snapshot()
-    states = [block.state for block in snapshot.blocks]
-    chat.console.say(
-        f"{text.count(snapshot.num_blocks)} KV blocks of {snapshot.block_size} tokens: "
-        f"{states.count('active')} active, {states.count('cached')} cached, {states.count('free')} free; "
-        f"{snapshot.evictions} evicted so far"
-    )
+    _panel(chat, cache_panel)
+
+
+def _panel(chat: Chat, panel: Callable[..., Text]) -> None:
+    console = chat.console
+    columns = console.size()[0] if console.is_terminal else 80
+    shown = panel(chat.snapshot(), columns - 1, ASCII if console.ascii else UNICODE)
+    console.styled(to_terminal(shown, colour=console.colour))
 
 
 def _undo(chat: Chat, argument: str) -> None:
@@ -157,12 +118,23 @@ def _regen(chat: Chat, argument: str) -> None:
 COMMANDS = (
     ChatCommand(("/help", "/?"), "/help", "This list.", _help),
     ChatCommand(("/exit", "/quit", "/bye"), "/exit, /quit, /bye", "Leave.", _exit),
+    ChatCommand(("/regen",), "/regen", "Answer the last question again.", _regen),
+    ChatCommand(("/undo",), "/undo", "Take back the last question and its answer.", _undo),
     ChatCommand(("/clear",), "/clear", "Forget the conversation.", _clear),
     ChatCommand(("/system",), "/system [TEXT]", 'Show or set the system prompt ("" removes it).', _system),
-    ChatCommand(("/set",), "/set NAME VALUE", "Set a sampling parameter, think or stats.", _set),
-    ChatCommand(("/show",), "/show", "Show the model and the settings.", _show),
-    ChatCommand(("/stats",), "/stats", "Numbers of the last answer and of this chat.", _stats),
-    ChatCommand(("/cache",), "/cache", "The KV blocks: active, cached, free.", _cache),
-    ChatCommand(("/undo",), "/undo", "Take back the last question and its answer.", _undo),
-    ChatCommand(("/regen",), "/regen", "Answer the last question again.", _regen),
+    ChatCommand(("/read",), "/read FILE", "Put a file's text before the next message.", chat_files.read),
+    ChatCommand(("/save",), "/save [FILE]", "Save the conversation as JSON.", chat_files.save),
+    ChatCommand(("/load",), "/load FILE", "Go on with a saved conversation; settings stay.", chat_files.load),
+    ChatCommand(
+        ("/set",), "/set [NAME [VALUE]]", "Sampling, think, thinking, markdown, stats.", chat_settings.set_value
+    ),
+    ChatCommand(("/show",), "/show", "The model, the system prompt and the settings.", chat_settings.show),
+    ChatCommand(("/stats",), "/stats", "Latency and speed, last answer and last minute.", _stats),
+    ChatCommand(("/cache",), "/cache", "The KV blocks and the prefix hits.", _cache),
+)
+KEYS = (
+    ("Alt-Enter", 'A new line; so does Enter after """ until the closing """.'),
+    ("Tab", "Complete a command, a setting or a file name."),
+    ("Ctrl-C", "Stop the answer; again: leave. At the prompt: clear the line."),
+    ("Ctrl-D", "Leave."),
 )

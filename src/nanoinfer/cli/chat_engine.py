@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanoinfer.cli.conversation import Message
+from nanoinfer.cli.chat_history import TokenHistory
+from nanoinfer.cli.conversation import Conversation
+from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.options import ThinkChoice, thinking_options
 from nanoinfer.cli.records import timing_fields
 from nanoinfer.cli.thinking import OPENING, Part, ThinkSplitter
@@ -15,9 +17,19 @@ from nanoinfer.engine.outputs import RequestOutput
 from nanoinfer.ui import text
 
 if TYPE_CHECKING:
+    from nanoinfer.engine.tokenizer import Tokenizer
     from nanoinfer.llm import LLM
 
 OnText = Callable[[Part, str], None]
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as token ids: as the tokenizer encodes it, and with the ids of earlier answers put back."""
+
+    encoded: list[int]
+    token_ids: list[int]
+    opens_thinking: bool  # some templates open the thinking block themselves; the output then starts with thoughts
 
 
 @dataclass
@@ -34,65 +46,64 @@ class Answer:
         return self.output.outputs[0].finish_reason if self.output else "abort"
 
 
-@dataclass
-class ChatTotals:
-    """Sums over a chat, for /stats."""
-
-    turns: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    last: str = field(default="no answer yet")
-
-    def add(self, output: RequestOutput) -> None:
-        self.turns += 1
-        self.prompt_tokens += output.usage.prompt_tokens
-        self.cached_tokens += output.usage.cached_tokens
-        self.output_tokens += output.usage.completion_tokens
-        self.last = stats_line(output)
-
-
 class ChatEngine:
     """Answers conversations with one engine. `after_step` is called after each engine step, to consume its events."""
 
-    def __init__(self, llm: LLM, after_step: Callable[[], None]) -> None:
+    def __init__(
+        self, llm: LLM, tokenizer: Tokenizer, interrupts: Interrupts, after_step: Callable[[], None] = lambda: None
+    ) -> None:
         self.llm = llm
-        self.totals = ChatTotals()
+        self.context = llm.info.max_model_len
+        """Tokens of the longest conversation, the answer included."""
+        self.last: RequestOutput | None = None
+        self.is_stopping = False
+        """Ctrl-C has come, and the answer is being brought to its end."""
+        self._tokenizer = tokenizer
+        self._interrupts = interrupts
         self._after_step = after_step
+        self._history = TokenHistory(tokenizer.decode, tokenizer.is_special)
         self._turns = 0
 
-    @property
-    def takes_system(self) -> bool:
-        """Whether the model's chat template has a place for a system prompt."""
-        return self.llm.tokenizer is None or self.llm.tokenizer.supports_system
+    def count_tokens(self, content: str) -> int:
+        return len(self._tokenizer.encode(content))
 
-    def answer(self, messages: list[Message], sampling: SamplingParams, think: ThinkChoice, on_text: OnText) -> Answer:
+    def encode(self, conversation: Conversation, think: ThinkChoice) -> ChatPrompt:
+        """RequestError where the chat template refuses the conversation."""
+        messages = conversation.messages(system_role=self._tokenizer.supports_system)
+        prompt, encoded = self.llm.encode(messages, thinking_options(think))
+        opens_thinking = prompt is not None and prompt.rstrip().endswith(OPENING)
+        return ChatPrompt(encoded, self._history.prompt(encoded), opens_thinking)
+
+    def answer(self, prompt: ChatPrompt, sampling: SamplingParams, on_text: OnText) -> Answer:
         """Stream one answer. Ctrl-C ends it and keeps what there is; RequestError if it can never run.
 
         The engine promises that a step which is interrupted leaves it usable, so the interrupt may come at any moment,
-        also in the middle of a long prefill.
+        also in the middle of a long prefill; only `on_text` is never cut.
         """
         self._turns += 1
         request_id = f"turn-{self._turns}"
-        prompt, token_ids = self.llm.encode(messages, thinking_options(think))
-        # Some templates open the thinking block themselves, and the output then starts with thoughts.
-        splitter = ThinkSplitter(inside=prompt is not None and prompt.rstrip().endswith(OPENING))
-        self.llm.submit(token_ids, sampling, request_id=request_id, stream=True)
+        splitter = ThinkSplitter(inside=prompt.opens_thinking)
+        self.llm.submit(prompt.token_ids, sampling, request_id=request_id, stream=True)
         output, interrupted = None, False
         try:
             while output is None:
                 for delta in self.llm.step():
-                    for part, piece in splitter.push(delta.text):
-                        on_text(part, piece)
                     output = delta.output or output
+                    with self._interrupts.deferred():
+                        for part, piece in splitter.push(delta.text):
+                            on_text(part, piece)
+                    self._interrupts.raise_if_requested()
                 self._after_step()
         except KeyboardInterrupt:
-            interrupted = True
+            interrupted = self.is_stopping = True
             output = self.llm.abort(request_id) or output
+            self._after_step()
         for part, piece in splitter.finish():
             on_text(part, piece)
+        self.is_stopping = False
+        self.last = output or self.last
         if output is not None:
-            self.totals.add(output)
+            self._history.answered(prompt.encoded, output.outputs[0].token_ids)
         return Answer(splitter.answer, splitter.thinking, output, interrupted)
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
-from nanoinfer.cli.chat_engine import Answer, ChatEngine, stats_line
+from nanoinfer.cli.chat_context import fit
+from nanoinfer.cli.chat_engine import Answer, ChatEngine, ChatPrompt, stats_line
 from nanoinfer.cli.conversation import Conversation
 from nanoinfer.cli.line_reader import LineReader, read_message
-from nanoinfer.cli.options import ThinkChoice
+from nanoinfer.cli.options import ThinkChoice, ThinkingDisplay
 from nanoinfer.config import SamplingParams
 from nanoinfer.errors import RequestError
 from nanoinfer.ui.answer import AnswerPrinter, Part
 from nanoinfer.ui.console import Console
-
-CONTEXT_FULL = ("prompt_too_long", "exceeds_kv_pool")
+from nanoinfer.ui.snapshot import RunSnapshot
 
 
 @dataclass
@@ -24,11 +26,13 @@ class ChatSettings:
 
     sampling: SamplingParams
     think: ThinkChoice = "auto"
+    thinking: ThinkingDisplay = "show"
+    markdown: bool = True
     stats: bool = True
 
 
 class Chat:
-    """One conversation at a time. `run` returns the exit code."""
+    """One conversation at a time. `run` returns the exit code. `snapshot` has the figures of the engine so far."""
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class Chat:
         console: Console,
         settings: ChatSettings,
         conversation: Conversation,
+        snapshot: Callable[[], RunSnapshot],
         *,
         stdout: TextIO | None = None,
     ) -> None:
@@ -45,34 +50,47 @@ class Chat:
         self.console = console
         self.settings = settings
         self.conversation = conversation
+        self.snapshot = snapshot
+        self.attached: list[str] = []
+        """Texts of files that open the next message."""
+        self.saved_as: Path | None = None
+        """The file that holds an earlier state of this conversation."""
+        self.failed = False
         self._stdout = stdout or sys.stdout
         self._just_stopped = False  # the last thing that happened was an answer being stopped by Ctrl-C
-        self.failed = False
 
     def run(self) -> int:
         """Read and answer until the input ends or a command leaves."""
-        from nanoinfer.cli.chat_commands import run_command
-
         while True:
             try:
-                message = read_message(self.reader)
+                if self._turn():
+                    break
             except EOFError:
                 break
             except KeyboardInterrupt:
-                if (self._just_stopped and not self.reader.touched) or not self.reader.interactive:
-                    raise
-                self._just_stopped = False
-                self.console.dim("Ctrl-D or /exit leaves.")
-                continue
-            self._just_stopped = False
-            if message.lstrip().startswith("/"):
-                if run_command(self, message.strip()):
-                    break
-            elif message.strip():
-                self.try_ask(message)
-                if self._just_stopped and not self.reader.interactive:
-                    raise KeyboardInterrupt
+                self._interrupted()
+            if self._just_stopped and not self.reader.interactive:
+                raise KeyboardInterrupt
         return 3 if self.failed else 0
+
+    def _turn(self) -> bool:
+        """Read one input and do what it says; whether the chat ends."""
+        from nanoinfer.cli.chat_commands import run_command
+
+        message = read_message(self.reader)
+        self._just_stopped = False
+        if message.is_command:
+            return run_command(self, message.text.strip())
+        if message.text.strip():
+            self.try_ask(message.text)
+        return False
+
+    def _interrupted(self) -> None:
+        """Ctrl-C outside an answer: the second in a row leaves, the first only says how to leave."""
+        if (self._just_stopped and not self.reader.touched) or self.engine.is_stopping or not self.reader.interactive:
+            raise KeyboardInterrupt
+        self._just_stopped = False
+        self.console.dim("Ctrl-D or /exit leaves.")
 
     def try_ask(self, message: str) -> None:
         """One turn; a request that cannot run is reported, its message taken back, and the chat goes on."""
@@ -85,71 +103,56 @@ class Chat:
     def ask(self, message: str, *, quiet: bool = False) -> Answer | None:
         """One turn. The answer joins the conversation; None if the person took the message back.
 
-        `quiet` keeps the text from being printed. RequestError, with the message taken back, if it cannot run and
-        nobody is there to choose what to forget.
+        `quiet` keeps the text from being printed. RequestError, with the message taken back, if it cannot run.
         """
-        self.conversation.ask(message)
-        while True:
-            try:
-                return self._answer(quiet)
-            except RequestError as error:
-                if error.code in CONTEXT_FULL and self.reader.interactive and self.conversation.has_earlier_turns:
-                    if self._make_room(error):
-                        continue
-                    return None
-                self.conversation.take_back()
-                raise
-
-    def _answer(self, quiet: bool) -> Answer:
-        printer = AnswerPrinter(self._stdout, self.console)
-        messages = self.conversation.messages(system_role=self.engine.takes_system)
-        on_text = _discard if quiet else printer.write
+        attached, self.attached = self.attached, []
+        self.conversation.ask("\n\n".join([*attached, message]))
         try:
-            answer = self.engine.answer(messages, self.settings.sampling, self.settings.think, on_text)
+            fitting = fit(self)
+            if fitting is None:
+                return None
+            answer = self._answer(*fitting, quiet=quiet)
+        except RequestError:
+            self.conversation.take_back()
+            raise
+        self._remarks(answer)
+        return answer
+
+    def _answer(self, prompt: ChatPrompt, sampling: SamplingParams, *, quiet: bool) -> Answer:
+        printer = AnswerPrinter(
+            self._stdout, self.console, markdown=self.settings.markdown, thinking=self.settings.thinking
+        )
+        try:
+            answer = self.engine.answer(prompt, sampling, _discard if quiet else printer.write)
         finally:
             printer.end()
-        self.conversation.answered(answer.text)
+        self.conversation.answered(answer.text, answer.thinking, answer.finish_reason)
         self._just_stopped = answer.interrupted
-        self._remarks(answer)
         return answer
 
     def _remarks(self, answer: Answer) -> None:
         """What a person should know about the answer that just ended."""
         output = answer.output
-        if answer.interrupted and not answer.text:
-            self.console.dim("[stopped before the answer began; the message is taken back]")
-        elif answer.interrupted:
-            self.console.dim("[stopped; the text so far is kept]")
-        elif answer.finish_reason == "length" and not answer.text:
-            self.console.warn(
-                "the answer was cut while the model was still thinking; raise max_tokens or /set think off."
-            )
-        elif answer.finish_reason == "length":
-            self.console.warn("the answer was cut at its limit; see /set max_tokens, or /clear if the context is full.")
+        if answer.interrupted:
+            kept = "the text so far is kept" if answer.text else "there is no answer yet; /regen asks again"
+            self.console.dim(f"[stopped; {kept}]")
+        elif answer.finish_reason == "length" and output is not None:
+            self._explain_cut(answer, output.usage.total_tokens >= self.engine.context)
         elif answer.finish_reason == "error" and output is not None and output.outputs[0].error is not None:
             self.console.warn(output.outputs[0].error.message)
             self.failed = True
+        elif not answer.text:
+            self.console.dim("[the model gave no answer; /regen asks again]")
         if output is not None and self.settings.stats:
             self.console.dim(stats_line(output))
 
-    def _make_room(self, error: RequestError) -> bool:
-        """The context is full: let the person choose. Whether to try again; if not, the message is taken back."""
-        self.console.warn(str(error))
-        self.console.say("Forget the [o]ldest question and answer, [a]ll earlier ones, or take this message [b]ack?")
-        while True:
-            try:
-                choice = self.reader.read("o/a/b> ").strip().lower()[:1]
-            except (EOFError, KeyboardInterrupt):
-                choice = "b"
-            if choice == "o":
-                return self.conversation.drop_oldest()
-            if choice == "a":
-                while self.conversation.drop_oldest():
-                    pass
-                return True
-            if choice == "b":
-                self.conversation.take_back()
-                return False
+    def _explain_cut(self, answer: Answer, context_is_full: bool) -> None:
+        if context_is_full:
+            advice = "the context is full. /undo, /clear, or write on: you can then choose what to forget."
+        else:
+            advice = "max_tokens is reached. /set max_tokens N or none, then /regen."
+        what = "the answer was cut" if answer.text else "the answer was cut while the model was still thinking"
+        self.console.warn(f"{what}: {advice}")
 
 
 def _discard(part: Part, text: str) -> None:

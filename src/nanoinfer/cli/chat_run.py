@@ -7,20 +7,22 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.cli.chat_commands import command_names
+from nanoinfer.cli.chat_commands import completions
 from nanoinfer.cli.chat_engine import ChatEngine
 from nanoinfer.cli.chat_loop import Chat, ChatSettings
 from nanoinfer.cli.command import ENGINE_FAILURE, FAILED_REQUESTS, OK
 from nanoinfer.cli.conversation import Conversation
 from nanoinfer.cli.line_reader import LineReader, PipedReader, TerminalReader
 from nanoinfer.cli.monitor import Monitor
-from nanoinfer.cli.options import ThinkChoice
+from nanoinfer.cli.options import ThinkChoice, ThinkingDisplay
 from nanoinfer.cli.records import timing_fields, usage_fields
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import RequestError, UserError
+from nanoinfer.ui.snapshot import SnapshotBuilder
 
 if TYPE_CHECKING:
+    from nanoinfer.engine.tokenizer import Tokenizer
     from nanoinfer.llm import LLM
 
 
@@ -32,6 +34,8 @@ class ChatOptions:
     system: str | None
     prompt: str | None
     think: ThinkChoice
+    thinking: ThinkingDisplay
+    markdown: bool
     stats: bool | None
     history: bool
 
@@ -45,16 +49,19 @@ def run_chat(session: Session, engine: EngineConfig, options: ChatOptions) -> in
     interactive = options.prompt is None and sys.stdin.isatty() and sys.stderr.isatty()
     monitor = Monitor(session)
     with session.engine(engine) as llm, monitor.watching(llm):
-        _check_can_chat(session, llm, options.think)
+        tokenizer = _tokenizer_for_chat(session, llm, options.think)
+        figures = SnapshotBuilder(llm.info, title="chat", clock=session.services.clock)
+        monitor.consumers.append(figures.observe)
         # No limit on an answer but the context: a person who has read enough presses Ctrl-C.
         sampling = llm.default_sampling.with_options({"max_tokens": None, **options.sampling})
         stats = interactive if options.stats is None else options.stats
         chat = Chat(
-            ChatEngine(llm, monitor.tick),
+            ChatEngine(llm, tokenizer, session.interrupts, monitor.tick),
             _reader(options, interactive=interactive),
             session.console,
-            ChatSettings(sampling, options.think, stats),
+            ChatSettings(sampling, options.think, options.thinking, options.markdown, stats),
             Conversation(options.system),
+            figures.snapshot,
         )
         if options.prompt is not None:
             return _one_shot(chat, options.prompt, as_json=session.display.json)
@@ -64,10 +71,11 @@ def run_chat(session: Session, engine: EngineConfig, options: ChatOptions) -> in
 
 
 def _reader(options: ChatOptions, *, interactive: bool) -> LineReader:
-    return TerminalReader(command_names(), keep_history=options.history) if interactive else PipedReader()
+    return TerminalReader(completions(), keep_history=options.history) if interactive else PipedReader()
 
 
-def _check_can_chat(session: Session, llm: LLM, think: ThinkChoice) -> None:
+def _tokenizer_for_chat(session: Session, llm: LLM, think: ThinkChoice) -> Tokenizer:
+    """RequestError if the model cannot chat."""
     tokenizer = llm.tokenizer
     if tokenizer is None:
         raise RequestError(f"{llm.info.model} has no tokenizer, so it cannot chat.", "no_tokenizer")
@@ -79,6 +87,7 @@ def _check_can_chat(session: Session, llm: LLM, think: ThinkChoice) -> None:
         )
     if think != "auto" and not tokenizer.supports_thinking:
         session.console.warn("this model's chat template has no thinking switch; --think changes nothing.")
+    return tokenizer
 
 
 def _one_shot(chat: Chat, prompt: str, *, as_json: bool) -> int:

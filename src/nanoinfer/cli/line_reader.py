@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings
 
 QUOTES = '"""'
+
+# What can follow a command: nested words, PATH for a file name, None for nothing.
+Words = Mapping[str, Any]
+PATH = "path"
 
 
 class LineReader(Protocol):
@@ -23,15 +29,27 @@ class LineReader(Protocol):
     def read(self, prompt: str) -> str: ...
 
 
-def read_message(reader: LineReader) -> str:
-    '''One message: a line, or everything between """ and """, over as many lines as it takes.'''
+@dataclass(frozen=True)
+class Message:
+    """What was typed or pasted. Only a single line outside quotes is a command: a pasted text may start with "/"."""
+
+    text: str
+    is_command: bool
+
+
+def read_message(reader: LineReader) -> Message:
+    '''A line, or everything between """ and """, over as many lines as it takes.'''
     text = reader.read(">>> ")
     if not text.lstrip().startswith(QUOTES):
-        return text
-    text = text.lstrip().removeprefix(QUOTES)
-    while QUOTES not in text:
+        return Message(text, text.lstrip().startswith("/") and "\n" not in text.strip())
+    while _is_open(text):
         text += "\n" + reader.read("... ")
-    return text.partition(QUOTES)[0].strip("\n")
+    return Message(text.lstrip().removeprefix(QUOTES).partition(QUOTES)[0].strip("\n"), is_command=False)
+
+
+def _is_open(text: str) -> bool:
+    """Whether the text has opening quotes and no closing ones yet."""
+    return text.lstrip().startswith(QUOTES) and QUOTES not in text.lstrip().removeprefix(QUOTES)
 
 
 class PipedReader:
@@ -57,24 +75,38 @@ def history_path() -> Path:
 
 
 class TerminalReader:
-    """prompt_toolkit's editor: history, completion of commands, pasted lines as one input, Alt-Enter for a new line;
-    Ctrl-C clears the line.
+    """prompt_toolkit's editor: history, completion with Tab, pasted lines as one input, several lines by Alt-Enter or
+    within quotes, all of them editable; Ctrl-C clears the line.
 
-    It draws on standard error, so that standard output holds answers only.
+    It draws on standard error, so that standard output holds answers only. `commands` are what Tab completes.
     """
 
     interactive = True
     touched = False
 
-    def __init__(self, commands: Sequence[str], *, keep_history: bool) -> None:
+    def __init__(self, commands: Words, *, keep_history: bool) -> None:
         from prompt_toolkit import PromptSession
-        from prompt_toolkit.completion import WordCompleter
-        from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
         from prompt_toolkit.output import create_output
+
+        self._session: PromptSession[str] = PromptSession(
+            history=_open_history(history_path()) if keep_history else None,
+            completer=_completer(commands),
+            complete_while_typing=False,
+            enable_open_in_editor=True,
+            enable_suspend=True,
+            key_bindings=self._bindings(),
+            output=create_output(stdout=sys.stderr),
+        )
+
+    def _bindings(self) -> KeyBindings:
+        from prompt_toolkit.application.current import get_app
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
         bindings = KeyBindings()
 
         @bindings.add("escape", "enter")
+        @bindings.add("enter", filter=Condition(lambda: _is_open(get_app().current_buffer.text)))
         def _(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 
@@ -86,18 +118,35 @@ class TerminalReader:
             else:
                 event.app.exit(exception=KeyboardInterrupt(), style="class:aborting")
 
-        self._session: PromptSession[str] = PromptSession(
-            history=_open_history(history_path()) if keep_history else None,
-            completer=WordCompleter(list(commands), sentence=True),
-            complete_while_typing=False,
-            enable_open_in_editor=True,
-            key_bindings=bindings,
-            output=create_output(stdout=sys.stderr),
-        )
+        return bindings
 
     def read(self, prompt: str) -> str:
         self.touched = False
         return self._session.prompt(prompt, prompt_continuation="... ")
+
+
+def _completer(commands: Words) -> Any:
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+
+    paths = PathCompleter(expanduser=True)
+
+    class CommandCompleter(Completer):
+        """Completes the last word of a line that starts with a command, going down the nested words."""
+
+        def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
+            words: Any = commands
+            rest = document.text_before_cursor
+            while " " in rest and isinstance(words, Mapping):
+                word, _, rest = rest.partition(" ")
+                words = words.get(word)
+                rest = rest.lstrip()
+            if words == PATH:
+                yield from paths.get_completions(Document(rest), event)
+            elif isinstance(words, Mapping):
+                yield from (Completion(word, -len(rest)) for word in words if word.startswith(rest))
+
+    return CommandCompleter()
 
 
 def _open_history(path: Path) -> History:

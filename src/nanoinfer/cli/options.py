@@ -27,6 +27,7 @@ MODEL, ENGINE, SAMPLING, DISPLAY = "Model", "Engine", "Sampling", "Display and l
 
 UiChoice = Literal["auto", "live", "log", "none"]
 ThinkChoice = Literal["auto", "on", "off"]
+ThinkingDisplay = Literal["show", "hide"]
 OnError = Literal["record", "skip", "fail"]
 Order = Literal["input", "completion"]
 

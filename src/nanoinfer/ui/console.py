@@ -78,6 +78,12 @@ class Console:
             self.clear_status()
             self._write(self._styled(visible(text), "2") + "\n")
 
+    def styled(self, text: str) -> None:
+        """Lines that have been made harmless and carry their own escape codes, if any; nothing under --quiet."""
+        if not self.quiet:
+            self.clear_status()
+            self._write(text + "\n")
+
     def warn(self, text: str) -> None:
         """A line that a person should not miss; shown under --quiet too."""
         self.clear_status()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 
-# C0 except tab and newline, DEL, and C1: everything that a terminal may act on instead of showing.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# C0 except tab and newline, DEL and C1: everything that a terminal may act on instead of showing. And what would show
+# text in another order than it has: line and paragraph separators, bidirectional embeddings, overrides and isolates.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def _picture(match: re.Match[str]) -> str:
     code = ord(match[0])
     if code < 0x20:
         return chr(0x2400 + code)  # the Unicode pictures of the C0 controls: ESC is shown as one cell, U+241B
-    return "\u2421" if code == 0x7F else f"\\x{code:02x}"
+    if code == 0x7F:
+        return "\u2421"
+    return f"\\x{code:02x}" if code <= 0xFF else f"\\u{code:04x}"
 
 
 def visible(text: str) -> str:
