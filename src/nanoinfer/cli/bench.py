@@ -75,6 +75,9 @@ def bench(
 
     Without a model: the Qwen3-0.6B shape with random weights on a GPU, the small built-in model on a CPU. Outputs
     always have the full length (ignore_eos). Saved results have the keys of vLLM's benchmarks.
+
+    A line of a custom file is {"prompt": text or ids, "output_tokens": N} (or "messages" for a chat), of a trace
+    {"timestamp": ms, "input_length": N, "output_length": N, "hash_ids": [...]} as in the Mooncake traces.
     """
     session.announce("starting")
     from nanoinfer.cli.bench_run import Report, run_bench
