@@ -218,6 +218,22 @@ def test_a_comparison_with_an_earlier_result(nanoinfer: Program, tmp_path: Path)
     assert "is not the result of a benchmark" in nanoinfer("bench", "--compare", tmp_path / "none.json").err
 
 
+def test_a_result_of_vllms_own_benchmark_can_be_compared(nanoinfer: Program, tmp_path: Path) -> None:
+    saved = {
+        "date": "20260101-000000", "backend": "vllm", "model_id": "fake", "tokenizer_id": "fake", "num_prompts": 12,
+        "request_rate": "inf", "burstiness": 1.0, "max_concurrency": None, "duration": 12.0, "completed": 12,
+        "output_throughput": 1.0, "mean_ttft_ms": 1e6, "p99_ttft_ms": 1e6, "request_goodput": None,
+    }  # fmt: skip
+    path = tmp_path / "vllm.json"
+    path.write_text(json.dumps(saved))
+    figures = bench(nanoinfer, *SMALL, "--compare", path)["compared"]["figures"]
+    assert {name: row["verdict"] for name, row in figures.items()} == dict.fromkeys(
+        ("output_throughput", "mean_ttft_ms", "p99_ttft_ms"), "better"
+    )
+    path.write_text(json.dumps(saved | {"max_concurrency": 3}))
+    assert "its max_concurrency is 3, here it is not set" in nanoinfer("bench", *SMALL, "--compare", path).err
+
+
 def test_markdown_and_csv(nanoinfer: Program) -> None:
     markdown = nanoinfer("bench", *SMALL, "--format", "md").out
     assert "| machine | Fake CPU, 2 threads, 1.0 GiB" in markdown
