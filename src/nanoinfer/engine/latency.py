@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,7 @@ class SequenceMetrics:
     ttft_ms: float | None
     tpot_ms: float | None
     e2e_ms: float | None
-    itl_ms: Floats  # the gaps between its output tokens: output_tokens - 1 of them
+    token_times: tuple[float, ...] = field(repr=False)  # seconds, when each output token reached the host
 
     @classmethod
     def of(cls, sequence: FinishedSequence) -> SequenceMetrics:
@@ -93,8 +93,13 @@ class SequenceMetrics:
             ttft_ms=_gap_ms(timing.arrival, timing.first_token),
             tpot_ms=decode_ms / gaps if decode_ms is not None and gaps >= 1 else None,
             e2e_ms=_gap_ms(timing.arrival, timing.last_token),
-            itl_ms=np.diff(np.asarray(sequence.token_times, dtype=np.float64)) * 1e3,
+            token_times=sequence.token_times,
         )
+
+    @property
+    def itl_ms(self) -> Floats:
+        """The gaps between its output tokens: output_tokens - 1 of them. Computed anew each time."""
+        return np.diff(np.asarray(self.token_times, dtype=np.float64)) * 1e3
 
     @property
     def succeeded(self) -> bool:
@@ -105,7 +110,7 @@ class SequenceMetrics:
         if not self.succeeded:
             return False
         if slo.metric == "itl_p99":
-            value = float(np.percentile(self.itl_ms, 99)) if len(self.itl_ms) else None
+            value = float(np.percentile(self.itl_ms, 99)) if len(self.token_times) > 1 else None
         else:
             value = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2e_ms}[slo.metric]
         return value is None or value <= slo.limit_ms
@@ -131,14 +136,23 @@ def distribution(
 ) -> Distribution | None:
     """Of `values`, each counted as often as its weight says; None if there are none."""
     data = np.asarray(values, dtype=np.float64)
-    counts = np.ones(len(data), dtype=np.int64) if weights is None else np.asarray(weights, dtype=np.int64)
-    total = int(counts.sum())
+    if weights is None:
+        ordered, total = np.sort(data), len(data)
+        ends = None
+    else:
+        counts = np.asarray(weights, dtype=np.int64)
+        order = np.argsort(data)
+        ordered, ends = data[order], np.cumsum(counts[order])  # value i stands at places ends[i-1] .. ends[i]-1
+        total = int(ends[-1]) if len(ends) else 0
     if not total:
         return None
-    order = np.argsort(data)
-    ends = np.cumsum(counts[order])  # value i stands at places ends[i-1] .. ends[i]-1 of the sorted, repeated values
-    ranks = np.array([0.5, 0.9, 0.99]) * (total - 1)
-    below = data[order[np.searchsorted(ends, np.floor(ranks), side="right")]]
-    above = data[order[np.searchsorted(ends, np.ceil(ranks), side="right")]]
-    p50, p90, p99 = (below + (above - below) * (ranks - np.floor(ranks))).tolist()
-    return Distribution(total, float(data @ counts) / total, p50, p90, p99)
+    # The places around each percentile's, which is a fraction, in the sorted, repeated values.
+    ranks = [share * (total - 1) for share in (0.5, 0.9, 0.99)]
+    places = [place for rank in ranks for place in (math.floor(rank), math.ceil(rank))]
+    around = ordered[places if ends is None else np.searchsorted(ends, places, side="right")].tolist()
+    p50, p90, p99 = (
+        below + (above - below) * (rank - math.floor(rank))
+        for rank, below, above in zip(ranks, around[::2], around[1::2], strict=True)
+    )
+    mean = float(data.sum() if weights is None else data @ counts) / total
+    return Distribution(total, mean, p50, p90, p99)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import itemgetter
 
 import numpy as np
@@ -74,8 +74,19 @@ class Totals:
         self.step_ms += event.step_ms
 
     def merge(self, other: Totals) -> None:
-        for name in _TOTALS_FIELDS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        # Written out because a snapshot does it for every second of the window.
+        self.steps += other.steps
+        self.graph_steps += other.graph_steps
+        self.prefill_tokens += other.prefill_tokens
+        self.decode_tokens += other.decode_tokens
+        self.output_tokens += other.output_tokens
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.preemptions += other.preemptions
+        self.evictions += other.evictions
+        self.schedule_ms += other.schedule_ms
+        self.device_ms += other.device_ms
+        self.step_ms += other.step_ms
 
     @property
     def hit_ratio(self) -> float | None:
@@ -93,9 +104,6 @@ class Totals:
     @property
     def output_tokens_per_s(self) -> float:
         return self.output_tokens / self.seconds if self.seconds > 0 else 0.0
-
-
-_TOTALS_FIELDS = [field.name for field in fields(Totals)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from typing import TextIO
 
 FRAME_S = 0.25  # at most four frames a second
-# The thread's share of the time, kept by drawing less often where frames are dear; but never less than this often.
-CPU_SHARE, SLOWEST_FRAME_S = 0.008, 2.0
+# The thread's share of the processor time, kept by drawing less often where frames are dear, but at least this often.
+CPU_SHARE, SLOWEST_FRAME_S = 0.006, 2.0
 
 Size = Callable[[], tuple[int, int]]  # the terminal's columns and lines
 Draw = Callable[[int, int], str]  # columns, lines -> a frame
 
 
-def pause_after(cpu_seconds: float, elapsed: float) -> float:
-    """How long to wait before the next frame if those so far have taken that much processor time."""
-    overdrawn = cpu_seconds / CPU_SHARE - elapsed
+def pause_after(own_cpu: float, run_cpu: float) -> float:
+    """Seconds to wait before the next frame when the thread has used `own_cpu` of the run's `run_cpu` seconds of
+    processor time so far."""
+    overdrawn = own_cpu / CPU_SHARE - run_cpu
     return min(max(FRAME_S, overdrawn), SLOWEST_FRAME_S)
 
 
@@ -109,13 +110,13 @@ class LiveThread:
                 self.frames += 1
 
     def _run(self) -> None:
-        started = time.perf_counter()
+        started = time.process_time()
         pause = FRAME_S
         while not self._stopped.wait(pause):
             self._work()
             self._guarded(self._frame)
             self.cpu_seconds = time.thread_time()
-            pause = pause_after(self.cpu_seconds, time.perf_counter() - started)
+            pause = pause_after(self.cpu_seconds, time.process_time() - started)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         if self.error is None:
