@@ -26,7 +26,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-LONGEST_S = 300
+LONGEST_S = 600
 
 # A dark terminal; the normal and the bright eight colours.
 THEME = TerminalTheme(
@@ -103,11 +103,12 @@ def _colour(name: str) -> str | None:
 def live() -> Text:
     """A benchmark in its middle: a pool that is nearly full, shared prefixes, two limits."""
     arguments = [
-        *("bench", "smollm2", "--dataset", "prefix-repetition", "--num-prefixes", "4", "--num-prompts", "48"),
-        *("--output-len", "40:120", "--max-num-seqs", "8", "--num-blocks", "320", "--goodput", "ttft:9000", "tpot:400"),
+        *("bench", "smollm2", "--dataset", "prefix-repetition", "--num-prefixes", "3", "--prefix-len", "64"),
+        *("--input-len", "16", "--output-len", "16:64", "--num-prompts", "40", "--max-num-seqs", "8"),
+        *("--num-blocks", "80", "--goodput", "ttft:6000", "tpot:250"),
     ]
     terminal = Terminal(arguments, 100, 32)
-    terminal.until(lambda screen: (done := re.search(r"(\d+) of 48 done", screen)) and int(done[1]) >= 30)
+    terminal.until(lambda screen: (done := re.search(r"(\d+) of 40 done", screen)) and int(done[1]) >= 26)
     terminal.until(lambda screen: "pressure" in screen)
     return terminal.picture()
 
