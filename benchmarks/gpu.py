@@ -97,6 +97,18 @@ class Bench:
                         equal=sum(a == b.token_ids for a, b in zip(again, runs[1], strict=True)),
                         of=len(prompts),
                     )
+        with self.open(num_blocks=2000, max_prefill_chunk=64) as llm:  # chunks beside decodes, in graphs
+            plain = SamplingParams(temperature=0.0, max_tokens=MATCHES, ignore_eos=True)
+            llm.generate(prompts, plain)
+            llm.reset_prefix_cache()
+            subscription = llm.events.subscribe()
+            mixed = [output.outputs[0].token_ids for output in llm.generate(prompts, plain)]
+            graphs = [event.used_graph for event in subscription.drain() if event.kind == "mixed"]
+            equal = sum(
+                a == b for ids, run in zip(mixed, runs[0], strict=True) for a, b in zip(ids, run.token_ids, strict=True)
+            )
+            self.emit(part="check", what="greedy tokens of mixed steps under graphs equal to the plain engine's",
+                      equal=equal, of=MATCHES * len(prompts), mixed_steps=len(graphs), graphs=sum(graphs))  # fmt: skip
         agree = [
             next((i for i, (a, b) in enumerate(zip(x.token_ids, y.token_ids, strict=True)) if a != b), MATCHES)
             for x, y in zip(*runs, strict=True)

@@ -284,8 +284,14 @@ def _num_cores(device: torch.device) -> int:
 
 
 def num_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
-    """About four programs per core; at most 32 splits, since combining costs as much as reading 60 tokens each."""
-    return max(1, min(32, 4 * _num_cores(device) // (batch * num_kv_heads)))
+    """At least five programs per core where 32 splits give that; combining one costs as much as reading 60 tokens."""
+    return min(32, triton.cdiv(5 * _num_cores(device), batch * num_kv_heads))
+
+
+def _min_chunk(batch: int, num_kv_heads: int, device: torch.device) -> int:
+    """The shortest split in tokens: where whole sequences fill the device, only splitting the long ones pays (H200)."""
+    rounds = batch * num_kv_heads / _num_cores(device)
+    return MIN_CHUNK if rounds < 1 else 2 * MIN_CHUNK if rounds < 2 else 4 * MIN_CHUNK
 
 
 def _is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
@@ -314,7 +320,7 @@ def _launch(
     num_heads: int,
     workspace: DecodeWorkspace,
     shape: DecodeShape | None,
-    min_chunk: int,
+    min_chunk: int | None,
     prefetch: bool | None = False,
 ) -> Tensor:
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -328,6 +334,7 @@ def _launch(
     if batch == 0:
         return out
     shape = shape or _shape(batch, num_kv_heads, q.device)
+    min_chunk = min_chunk or _min_chunk(batch, num_kv_heads, q.device)
     assert workspace.partial.numel() >= batch * num_heads * shape.splits * head_dim, (workspace.partial.shape, shape)
     assert workspace.counters.numel() >= batch * num_kv_heads
     fused = cos_sin is not None
@@ -380,7 +387,7 @@ def decode_attention(
     workspace: DecodeWorkspace,
     *,
     shape: DecodeShape | None = None,
-    min_chunk: int = MIN_CHUNK,
+    min_chunk: int | None = None,
 ) -> Tensor:
     """q [B, heads, D], one token per sequence -> like q. The KV of all context_lens [B] tokens is in the cache.
 
@@ -409,7 +416,7 @@ def fused_decode_attention(
     *,
     prefetch: bool | None = None,
     shape: DecodeShape | None = None,
-    min_chunk: int = MIN_CHUNK,
+    min_chunk: int | None = None,
 ) -> Tensor:
     """QK-norm (if weights [D] are given), rotation at context_lens - 1, KV write and attention, all for one token each.
 
