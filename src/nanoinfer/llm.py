@@ -51,6 +51,7 @@ class LLM:
         from nanoinfer.loading import silent
         from nanoinfer.loading.folder import read_eos_token_ids, read_generation_config, read_model_config
         from nanoinfer.loading.resolve import resolve_model
+        from nanoinfer.runner.wake_gpu import wake_gpu
 
         config = EngineConfig.from_options({"model": model, **options})
         notify = notify or silent
@@ -62,6 +63,7 @@ class LLM:
             device_is_gpu=config.load_format == "dummy" and _resolve_device(config).type == "cuda",
             notify=notify,
         )
+        wake_gpu(config.device)
         model_config = self.model_config = read_model_config(source.folder)
         self.tokenizer = _open_tokenizer(source.folder) if source.has_tokenizer else None
         self.default_sampling = _default_sampling(read_generation_config(source.folder))

@@ -285,7 +285,7 @@ def _num_cores(device: torch.device) -> int:
 
 def num_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
     """At least five programs per core where 32 splits give that; combining one costs as much as reading 60 tokens."""
-    return min(32, triton.cdiv(5 * _num_cores(device), batch * num_kv_heads))
+    return min(32, -(-5 * _num_cores(device) // (batch * num_kv_heads)))
 
 
 def _min_chunk(batch: int, num_kv_heads: int, device: torch.device) -> int:

@@ -40,14 +40,14 @@ class DecoderLayer:
         self.post_attention_layernorm = norm(hidden)
         self.gate_up_proj = linear(hidden, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
         self.down_proj = linear(inner, {"down_proj": hidden}, config.mlp_bias)
-        self._qk_norm = None
+        self.qk_norm = None
         if self.q_norm is not None and self.k_norm is not None:
-            self._qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
+            self.qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
 
     def __call__(self, hidden: Tensor, cache: KVCache, attention: AttentionPlan) -> Tensor:
         """[T, H] -> [T, H]; this step's keys and values go into the cache."""
         qkv = self.qkv_proj.after_norm(hidden, self.input_layernorm)
-        hidden = self.o_proj.add_to(hidden, attention.run(qkv, self._qk_norm, cache))
+        hidden = self.o_proj.add_to(hidden, attention.run(qkv, self.qk_norm, cache))
         inner = self.gate_up_proj.swiglu_after_norm(hidden, self.post_attention_layernorm)
         return self.down_proj.add_to(hidden, inner)
 

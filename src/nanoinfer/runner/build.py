@@ -22,6 +22,7 @@ from nanoinfer.models.decoder import Decoder
 from nanoinfer.models.registry import build_model
 from nanoinfer.models.weights import WeightSlot
 from nanoinfer.runner import memory
+from nanoinfer.runner.compile_ahead import KernelCompilation
 from nanoinfer.runner.executor import LocalExecutor, Runner
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
@@ -113,11 +114,16 @@ def build_data_plane(
 
     torch_dtype = getattr(torch, dtype)
     model = build_model(model_config, kernels=kernels, dtype=torch_dtype, device=device)
-    load(model.weight_slots())
     head_dim = model_config.head_dim
     heads = HeadLayout(model_config.num_heads, model_config.num_kv_heads, head_dim, head_dim**-0.5)
     cos_sin = rotary_table(model_config.rope, head_dim, max_model_len, device)
     attention = make_attention(attention_name, heads, cos_sin, kernels, config.max_num_seqs)
+    compilation = None
+    if device.type == "cuda":
+        compilation = KernelCompilation(model, attention, plan.allocate(1, device)[0])
+    load(model.weight_slots())
+    if compilation:
+        compilation.wait()
     if pool is None:
         assert start is not None
         pool = plan.pool(_profile(config, plan, model, attention, start, device))
