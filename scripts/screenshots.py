@@ -11,6 +11,7 @@ import argparse
 import io
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -43,7 +44,7 @@ class Terminal:
     """`nanoinfer ARGUMENTS` on a pseudo-terminal."""
 
     def __init__(self, arguments: list[str], columns: int, lines: int) -> None:
-        self.shown = "nanoinfer " + " ".join(arguments)
+        self.shown = _wrapped(["nanoinfer", *arguments], columns - 4)
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.Stream(self._screen)
         environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "CI", "COLUMNS", "LINES")}
@@ -74,7 +75,9 @@ class Terminal:
 
     def picture(self) -> Text:
         """What is on the screen, below the command that led to it. The program is ended."""
-        self._child.close(force=True)
+        if self._child.isalive():
+            self._child.kill(signal.SIGKILL)
+            self._child.wait()
         lines = [self._line(number) for number in range(self._screen.lines)]
         while lines and not lines[-1].plain.strip():
             lines.pop()
@@ -91,6 +94,16 @@ class Terminal:
         return line
 
 
+def _wrapped(words: list[str], width: int) -> str:
+    """A command on as many lines as it needs."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) > width - 4:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)
+
+
 def _colour(name: str) -> str | None:
     """Rich's name of the emulator's colour."""
     if name == "default":
@@ -105,7 +118,7 @@ def live() -> Text:
     arguments = [
         *("bench", "smollm2", "--dataset", "prefix-repetition", "--num-prefixes", "3", "--prefix-len", "64"),
         *("--input-len", "16", "--output-len", "16:64", "--num-prompts", "40", "--max-num-seqs", "8"),
-        *("--num-blocks", "80", "--goodput", "ttft:6000", "tpot:250"),
+        *("--max-concurrency", "10", "--num-blocks", "80", "--goodput", "ttft:4000", "tpot:400"),
     ]
     terminal = Terminal(arguments, 100, 32)
     terminal.until(lambda screen: (done := re.search(r"(\d+) of 40 done", screen)) and int(done[1]) >= 26)
