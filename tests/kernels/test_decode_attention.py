@@ -7,7 +7,7 @@ import torch
 from kernel_inputs import assert_close, normal, paged_cache
 
 from nanoinfer.kernels import decode_attention as decode
-from nanoinfer.kernels import reference
+from nanoinfer.kernels import decode_splits, reference
 
 
 def workspace(batch, heads, kv_heads, head_dim, splits, device):
@@ -17,7 +17,7 @@ def workspace(batch, heads, kv_heads, head_dim, splits, device):
     return space
 
 
-def check(lengths, heads, kv_heads, head_dim, block_size, splits, device, dtype=torch.bfloat16):
+def check(lengths, heads, kv_heads, head_dim, block_size, splits, device, dtype=torch.bfloat16, chunk=None):
     cache = paged_cache(lengths, block_size, kv_heads, head_dim, dtype=dtype, device=device)
     q = normal(len(lengths), heads, head_dim, dtype=dtype, device=device)
     scale = head_dim**-0.5
@@ -27,7 +27,7 @@ def check(lengths, heads, kv_heads, head_dim, block_size, splits, device, dtype=
     shape = decode.DecodeShape(32, 4, 2, splits)
     for _ in range(2):  # the second launch finds the counters that the first left
         actual = decode.decode_attention(
-            q, cache.k, cache.v, cache.tables, cache.lengths, scale, space, shape=shape, min_chunk=32
+            q, cache.k, cache.v, cache.tables, cache.lengths, scale, space, shape=shape, min_chunk=32, chunk=chunk
         )
         assert_close(actual, expected)
     assert int(space.counters.abs().sum()) == 0
@@ -46,6 +46,31 @@ def test_block_sizes_and_lengths_at_their_edges(block_size, device):
 @pytest.mark.parametrize("splits", [1, 2, 9, 20])
 def test_any_number_of_splits(splits, device):
     check([1, 31, 32, 33, 64, 300], 2, 1, 64, 16, splits, device, torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 64, 1000])
+def test_any_common_length_of_splits(tokens, device):
+    chunk = torch.tensor([tokens], dtype=torch.int32, device=device)
+    check([0, 1, 33, 64, 300], 2, 1, 64, 16, 4, device, torch.float32, chunk)
+
+
+def test_long_sequences_are_split_where_the_batch_does_not_fill_the_cores(monkeypatch):
+    monkeypatch.setattr(decode_splits, "_num_cores", lambda device: 132)
+    device = torch.device("cpu")
+
+    def parts(lengths):
+        chunk = decode_splits.split_tokens(torch.tensor(lengths, dtype=torch.int32), 8)
+        most = decode_splits.num_splits(len(lengths), 8, device)
+        return [most if chunk is None else min(-(-n // int(chunk)), most) for n in lengths]
+
+    assert parts([1000]) == [32]
+    assert parts([1000] * 8) == [8] * 8
+    assert parts([384] * 32) == [2] * 32  # 512 programs: four on each core
+    assert parts([1000] * 64) == [1] * 64
+    assert parts([2000, *[800] * 63]) == [2, *[1] * 63]  # one wave that waits for the longest would take twice as long
+    assert parts([2000, *[800] * 99]) == [1] * 100
+    for batch in range(1, 257):
+        assert 1 <= decode_splits.num_splits(batch, 8, device) <= 32
 
 
 def test_padding_rows_of_length_0_give_zeros_and_disturb_nobody(device):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBatch, AttentionPlan, HeadLayout, KVCache, QKNorm
-from nanoinfer.kernels.decode_attention import DecodeWorkspace, fused_decode_attention
+from nanoinfer.kernels.decode_attention import fused_decode_attention
+from nanoinfer.kernels.decode_splits import DecodeWorkspace, split_tokens
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.kernels.prefill_attention import paged_prefill_attention, prefill_attention
 
@@ -34,6 +35,8 @@ class _Plan:
         self._backend = backend
         self._batch = batch
         first = batch.num_decodes
+        if first:
+            self._chunk = split_tokens(batch.context_lens[:first], backend.heads.num_kv_heads)
         self._num_prefills = len(batch.query_lens) - first if batch.query_lens else 0
         if self._num_prefills:
             # Cumulative lengths counted from the first prefill token.
@@ -57,7 +60,7 @@ class _Plan:
         return fused_decode_attention(
             qkv, q_weight, k_weight, eps, backend.cos_sin, *cache, batch.slot_mapping[:count],
             batch.block_tables[:count], batch.context_lens[:count], backend.heads.scale, backend.heads.num_heads,
-            backend.workspace,
+            backend.workspace, chunk=self._chunk,
         )  # fmt: skip
 
     def _prefill(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:

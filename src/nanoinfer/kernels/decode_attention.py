@@ -13,27 +13,17 @@ first kernel starts, and that one must be launched without PDL, as all of torch'
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.common import INTERPRETED, dot, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.decode_splits import MIN_CHUNK, DecodeShape, DecodeWorkspace, default_shape, is_small
 from nanoinfer.kernels.rope import load_rotation, load_with_partner, norm_and_rotate
 
-MIN_CHUNK = 128  # tokens of a split at the least: below this, combining costs more than it saves
 COMBINE = 8  # splits combined at a time
 LOG2_E = 1.4426950408889634
-
-
-class DecodeShape(NamedTuple):
-    block_tokens: int
-    num_warps: int
-    num_stages: int
-    splits: int
 
 
 @triton.jit
@@ -140,6 +130,7 @@ def _decode_kernel(
     partial_ptr,  # [B, H, splits, D] float32
     stats_ptr,  # [B, H, splits, 2] float32
     counters_ptr,  # [B, KV] int32, zero between launches
+    chunk_ptr,  # CHUNKED: [1] tokens that a split should have
     eps,
     scale,  # of the scores, times log2(e)
     table_stride,
@@ -156,6 +147,7 @@ def _decode_kernel(
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
+    CHUNKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     enter(PDL)
@@ -169,7 +161,11 @@ def _decode_kernel(
     if FUSED:
         slot = tl.load(slots_ptr + sequence).to(tl.int64)
         length = tl.where(slot < 0, 0, length)
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, splits), BLOCK_T) * BLOCK_T, MIN_CHUNK)
+    if CHUNKED:  # as many splits as the common chunk gives, of equal size
+        splits_used = tl.minimum(tl.maximum(tl.cdiv(length, tl.load(chunk_ptr)), 1), splits)
+    else:
+        splits_used = splits
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, splits_used), BLOCK_T) * BLOCK_T, MIN_CHUNK)
     active = tl.maximum(tl.cdiv(length, chunk), 1)  # a padding row of length 0 still writes its zeros
     if split < active:
         group = tl.arange(0, BLOCK_G)
@@ -258,53 +254,6 @@ def _decode_kernel(
                 tl.store(counter_ptr, 0)
 
 
-class DecodeWorkspace:
-    """Scratch memory of the splits. One serves all layers, and all graphs of one stream; it must outlive them."""
-
-    def __init__(
-        self, max_pairs: int, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-    ) -> None:
-        """max_pairs: the largest number of sequences times splits in a launch."""
-        self.partial = torch.empty(max_pairs * num_heads * head_dim, dtype=torch.float32, device=device)
-        self.stats = torch.empty(max_pairs * num_heads * 2, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
-
-    @classmethod
-    def for_batches(
-        cls, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-    ) -> DecodeWorkspace:
-        """Large enough for every batch up to max_batch at the number of splits that is chosen for it."""
-        most = max(batch * num_splits(batch, num_kv_heads, device) for batch in range(1, max_batch + 1))
-        return cls(most, max_batch, num_heads, num_kv_heads, head_dim, device)
-
-
-@cache
-def _num_cores(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def num_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
-    """At least five programs per core where 32 splits give that; combining one costs as much as reading 60 tokens."""
-    return min(32, -(-5 * _num_cores(device) // (batch * num_kv_heads)))
-
-
-def _min_chunk(batch: int, num_kv_heads: int, device: torch.device) -> int:
-    """The shortest split in tokens: where whole sequences fill the device, only splitting the long ones pays (H200)."""
-    rounds = batch * num_kv_heads / _num_cores(device)
-    return MIN_CHUNK if rounds < 1 else 2 * MIN_CHUNK if rounds < 2 else 4 * MIN_CHUNK
-
-
-def _is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
-    """Whether latency decides rather than bandwidth: the program of a split gets a core for itself."""
-    return 2 * batch * num_kv_heads < _num_cores(device)
-
-
-def _shape(batch: int, num_kv_heads: int, device: torch.device) -> DecodeShape:
-    """Measured on an H200: the second is best from 8 sequences of 8 KV heads on, up to 256 of them."""
-    splits = num_splits(batch, num_kv_heads, device)
-    return DecodeShape(128, 4, 2, splits) if _is_small(batch, num_kv_heads, device) else DecodeShape(64, 2, 3, splits)
-
-
 def _launch(
     q: Tensor,
     q_weight: Tensor | None,
@@ -320,7 +269,8 @@ def _launch(
     num_heads: int,
     workspace: DecodeWorkspace,
     shape: DecodeShape | None,
-    min_chunk: int | None,
+    min_chunk: int,
+    chunk: Tensor | None,
     prefetch: bool | None = False,
 ) -> Tensor:
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -333,13 +283,12 @@ def _launch(
     out = torch.empty(batch, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if batch == 0:
         return out
-    shape = shape or _shape(batch, num_kv_heads, q.device)
-    min_chunk = min_chunk or _min_chunk(batch, num_kv_heads, q.device)
+    shape = shape or default_shape(batch, num_kv_heads, q.device)
     assert workspace.partial.numel() >= batch * num_heads * shape.splits * head_dim, (workspace.partial.shape, shape)
     assert workspace.counters.numel() >= batch * num_kv_heads
     fused = cos_sin is not None
     if prefetch is None:  # it pays where latency decides
-        prefetch = _is_small(batch, num_kv_heads, q.device)
+        prefetch = is_small(batch, num_kv_heads, q.device)
     _decode_kernel[(num_kv_heads, shape.splits, batch)](
         q,
         q_weight,
@@ -354,6 +303,7 @@ def _launch(
         workspace.partial,
         workspace.stats,
         workspace.counters,
+        chunk,
         eps,
         scale * LOG2_E,
         block_tables.stride(0),
@@ -370,6 +320,7 @@ def _launch(
         FUSED=fused,
         NORM=q_weight is not None,
         PREFETCH=prefetch and fused and not INTERPRETED.value,
+        CHUNKED=chunk is not None,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **pdl_options(q),
@@ -387,15 +338,16 @@ def decode_attention(
     workspace: DecodeWorkspace,
     *,
     shape: DecodeShape | None = None,
-    min_chunk: int | None = None,
+    min_chunk: int = MIN_CHUNK,
+    chunk: Tensor | None = None,
 ) -> Tensor:
     """q [B, heads, D], one token per sequence -> like q. The KV of all context_lens [B] tokens is in the cache.
 
-    block_tables int [B, max_blocks]. A row of length 0 (padding) gives zeros.
+    block_tables int [B, max_blocks]. A row of length 0 (padding) gives zeros. chunk is that of `split_tokens`.
     """
     return _launch(
         q, None, None, 0.0, None, None, k_cache, v_cache, block_tables, context_lens, scale, q.shape[1], workspace,
-        shape, min_chunk,
+        shape, min_chunk, chunk,
     )  # fmt: skip
 
 
@@ -416,7 +368,8 @@ def fused_decode_attention(
     *,
     prefetch: bool | None = None,
     shape: DecodeShape | None = None,
-    min_chunk: int | None = None,
+    min_chunk: int = MIN_CHUNK,
+    chunk: Tensor | None = None,
 ) -> Tensor:
     """QK-norm (if weights [D] are given), rotation at context_lens - 1, KV write and attention, all for one token each.
 
@@ -425,5 +378,5 @@ def fused_decode_attention(
     """
     return _launch(
         qkv, q_weight, k_weight, eps, cos_sin, slot_mapping, k_cache, v_cache, block_tables, context_lens, scale,
-        num_heads, workspace, shape, min_chunk, prefetch,
+        num_heads, workspace, shape, min_chunk, chunk, prefetch,
     )  # fmt: skip

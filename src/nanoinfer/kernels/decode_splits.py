@@ -1,0 +1,86 @@
+"""How a batch of decodes is spread over the cores: into how many splits a sequence is cut, and where their parts go."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MIN_CHUNK = 128  # tokens of a split at the least: below this, combining costs more than it saves
+
+
+class DecodeShape(NamedTuple):
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+@cache
+def _num_cores(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def num_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
+    """The most splits of a sequence in a launch, at most 32: combining one costs as much as reading 60 tokens.
+
+    A small batch has four programs per core. A larger one has twice that, most of which find nothing to do: there,
+    `split_tokens` says how long a split is. One that fills the cores by itself is not split.
+    """
+    rounds = _rounds(batch, num_kv_heads, device)
+    if rounds > 5:
+        return 1
+    return min(32, max(1, int(4 / rounds)) if rounds < 1 else math.ceil(8 / rounds))
+
+
+def _rounds(batch: int, num_kv_heads: int, device: torch.device) -> float:
+    return batch * num_kv_heads / _num_cores(device)
+
+
+def split_tokens(context_lens: Tensor, num_kv_heads: int) -> Tensor | None:
+    """How many tokens a split should have so that all cores end at about the same time: int32 [1] on the device.
+
+    None where every sequence may use all its splits, or has only one. Counted so that whole and partial splits of
+    context_lens [B] fill four programs per core once, but no sequence is much longer than the average (H200).
+    """
+    batch, device = len(context_lens), context_lens.device
+    if not 1 <= _rounds(batch, num_kv_heads, device) <= 5:
+        return None
+    tokens = context_lens.sum(dtype=torch.float32)
+    places = 4 * _num_cores(device) / num_kv_heads - batch / 2
+    per_split = 1.25 / batch if places <= 0 else min(1 / places, 1.25 / batch)
+    return (tokens * per_split).clamp_(min=MIN_CHUNK).to(torch.int32).view(1)
+
+
+def is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
+    """Whether latency decides rather than bandwidth: the program of a split gets a core for itself."""
+    return 2 * batch * num_kv_heads < _num_cores(device)
+
+
+def default_shape(batch: int, num_kv_heads: int, device: torch.device) -> DecodeShape:
+    """Measured on an H200: the second is best from 8 sequences of 8 KV heads on, up to 256 of them."""
+    splits = num_splits(batch, num_kv_heads, device)
+    return DecodeShape(128, 4, 2, splits) if is_small(batch, num_kv_heads, device) else DecodeShape(64, 2, 3, splits)
+
+
+class DecodeWorkspace:
+    """Scratch memory of the splits. One serves all layers, and all graphs of one stream; it must outlive them."""
+
+    def __init__(
+        self, max_pairs: int, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        """max_pairs: the largest number of sequences times splits in a launch."""
+        self.partial = torch.empty(max_pairs * num_heads * head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(max_pairs * num_heads * 2, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
+
+    @classmethod
+    def for_batches(
+        cls, max_batch: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> DecodeWorkspace:
+        """Large enough for every batch up to max_batch at the number of splits that is chosen for it."""
+        most = max(batch * num_splits(batch, num_kv_heads, device) for batch in range(1, max_batch + 1))
+        return cls(most, max_batch, num_heads, num_kv_heads, head_dim, device)
