@@ -51,7 +51,8 @@ class EngineConfig:
     """Options of the engine, under the long names of the command line. None means: decided by the engine.
 
     `max_num_batched_tokens` counts prefill and decode tokens of one step; `max_model_len` counts prompt and output
-    tokens of one sequence; `num_blocks` overrides the KV budget; `kv_memory` is that budget in bytes.
+    tokens of one sequence; `num_blocks` overrides the KV budget; `kv_memory` is that budget in bytes; `tp_timeout` is
+    how many seconds the ranks of tensor parallelism wait for each other.
     """
 
     model: str | None = None
@@ -60,6 +61,7 @@ class EngineConfig:
     dtype: DtypeChoice = "auto"
     device: str = "auto"
     tensor_parallel_size: int = 1
+    tp_timeout: float = 120.0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int | None = None
@@ -89,6 +91,8 @@ class EngineConfig:
                 "every running sequence needs one token of a step: raise the first or lower the second."
             )
         utilization = self.gpu_memory_utilization
+        timeout = self.tp_timeout
+        _check(_is_number(timeout) and timeout > 0, "tp_timeout", timeout, "a number of seconds above 0")
         in_range = _is_number(utilization) and 0.0 < utilization <= 1.0
         _check(in_range, "gpu_memory_utilization", utilization, "above 0 and at most 1")
         for name, choices in (

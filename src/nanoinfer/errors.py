@@ -7,6 +7,7 @@ NanoinferError                exit 1
 │   ├── MemoryBudgetError              the model or its KV pool does not fit in the memory there is
 │   └── RequestError                   a request can never run; `code` is a stable machine-readable name
 └── EngineError               exit 1   something failed while the engine was running
+    └── RankError                      an exchange between tensor-parallel ranks failed
 """
 
 from __future__ import annotations
@@ -47,3 +48,7 @@ class RequestError(UserError):
 
 class EngineError(NanoinferError):
     """The engine failed while it was running; finished results stay valid."""
+
+
+class RankError(EngineError):
+    """An exchange between the ranks of tensor parallelism failed, most often because another rank has failed."""

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
     import torch
 
+    from nanoinfer.engine.batch import Executor
     from nanoinfer.engine.cache_snapshot import CacheSnapshot
     from nanoinfer.engine.events import EventStream
     from nanoinfer.engine.info import DeviceLimits
     from nanoinfer.engine.tokenizer import Tokenizer
     from nanoinfer.loading import Notify
+    from nanoinfer.models.config import ModelConfig
+    from nanoinfer.runner.build import DataPlane
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -67,12 +70,7 @@ class LLM:
         model_config = self.model_config = read_model_config(source.folder)
         self.tokenizer = _open_tokenizer(source.folder) if source.has_tokenizer else None
         self.default_sampling = _default_sampling(read_generation_config(source.folder))
-        from nanoinfer.runner.build import build_data_plane
-
-        device = _resolve_device(config)
-        plane = build_data_plane(
-            config, model_config, device, load=lambda slots: _load(config, source.folder, slots, notify)
-        )
+        plane, self._executor = _open_data_plane(config, model_config, source.folder, notify)
         self.model_folder = source.folder
         self.info = plane.info(config, model_config, model=source.name, model_reason=source.reason)
         scheduler = Scheduler(
@@ -84,10 +82,9 @@ class LLM:
             max_prefill_chunk=config.max_prefill_chunk,
             policy=config.schedule,
         )
-        self._executor = plane.executor
         self._engine = LLMEngine(
             scheduler,
-            plane.executor,
+            self._executor,
             detokenizer=self.tokenizer.detokenizer if self.tokenizer is not None else None,
             vocab_size=model_config.vocab_size,
             eos_token_ids=frozenset(read_eos_token_ids(source.folder)),
@@ -305,15 +302,45 @@ def _open_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_folder(folder)
 
 
-def _load(config: EngineConfig, folder: Path, slots: Any, notify: Notify) -> None:
-    if config.load_format == "dummy":
-        from nanoinfer.loading.dummy import fill_with_random_weights
+def _open_data_plane(
+    config: EngineConfig, model_config: ModelConfig, folder: Path, notify: Notify
+) -> tuple[DataPlane, Executor]:
+    """In this process, or with tensor parallelism in one process per rank."""
+    from nanoinfer.loading.weights import fill_weights
+    from nanoinfer.models.partition import check_splits
+    from nanoinfer.runner.ranks import Ranks
 
-        fill_with_random_weights(slots, seed=config.seed)
-    else:
-        from nanoinfer.loading.safetensors import load_weights
+    if config.tensor_parallel_size == 1:
+        from nanoinfer.runner.build import build_data_plane
+        from nanoinfer.runner.executor import LocalExecutor
 
-        load_weights(slots, folder, notify)
+        plane = build_data_plane(
+            config,
+            model_config,
+            _resolve_device(config),
+            load=lambda slots: fill_weights(slots, folder, config.load_format, config.seed, notify),
+        )
+        return plane, LocalExecutor(plane.runner)
+    check_splits(model_config, config.tensor_parallel_size)
+    ranks = Ranks.start(config.tensor_parallel_size)
+    try:
+        from nanoinfer.runner.parallel import build_parallel
+
+        def notify_and_check(stage: str, done: int, total: int) -> None:
+            notify(stage, done, total)
+            ranks.check()
+
+        return build_parallel(
+            config,
+            model_config,
+            _resolve_device(config),
+            ranks,
+            folder=folder,
+            load=lambda slots: fill_weights(slots, folder, config.load_format, config.seed, notify_and_check),
+        )
+    except BaseException:
+        ranks.kill()
+        raise
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:

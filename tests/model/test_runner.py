@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.batch import NewSequence, ScheduledBatch
 from nanoinfer.kernels.kernel_set import EAGER
+from nanoinfer.layers.group import ALONE
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 
 BLOCK, VOCAB = 4, 200
@@ -19,6 +20,7 @@ class Spy:
     """Model and attention back end in one. The token after token t is t + 1."""
 
     kernels = EAGER
+    group = ALONE
     name = "spy"
     reads_device_only = False
 

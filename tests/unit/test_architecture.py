@@ -18,16 +18,17 @@ MAY_IMPORT = {
     "engine": {"engine", "errors", "config"},
     "kernels": {"kernels"},
     "attention": {"kernels", "attention"},
-    "layers": {"kernels", "layers", "attention", "models.weights", "models.config"},
+    "layers": {"kernels", "layers", "attention", "models.weights", "models.config", "models.partition"},
     "models": {"models", "layers", "attention", "kernels", "errors"},
     "loading": {"loading", "models.config", "models.weights", "errors"},
     "runner": {
         "runner", "models", "layers", "attention", "kernels", "errors", "config", "engine.batch", "engine.info",
     },
     "ui": {"ui", "engine.events", "engine.metrics", "engine.latency", "engine.info", "errors"},
-    "llm": {"engine", "runner", "loading", "config", "errors", "models.config"},
+    "llm": {"engine", "runner", "loading", "config", "errors", "models.config", "models.partition"},
+    "worker": {"runner", "loading", "config", "errors", "models.partition", "models.weights", "engine.batch"},
     "cli": {
-        "cli", "ui", "config", "errors", "models.config", "runner.memory", "loading", "llm",
+        "cli", "ui", "config", "errors", "models.config", "models.partition", "runner.memory", "loading", "llm",
         "engine.trace", "engine.metrics", "engine.latency", "engine.events", "engine.outputs", "engine.batch",
         "engine.chat_template", "engine.cache_snapshot", "engine.info", "engine.tokenizer",
     },
@@ -38,7 +39,8 @@ ENGINE_PACKAGES = {"numpy", "xxhash", "tokenizers", "jinja2", "transformers"}
 
 PURE = [
     "nanoinfer", "nanoinfer.errors", "nanoinfer.config", "nanoinfer.llm", "nanoinfer.models.config",
-    "nanoinfer.models.weights", "nanoinfer.runner.memory", "nanoinfer.runner.input_batch", "nanoinfer.cli.app",
+    "nanoinfer.models.weights", "nanoinfer.models.partition", "nanoinfer.runner.memory", "nanoinfer.runner.input_batch",
+    "nanoinfer.runner.channel", "nanoinfer.runner.ranks", "nanoinfer.worker", "nanoinfer.cli.app",
     *sorted(f"nanoinfer.{p.parent.name}.{p.stem}" for p in MODULES if p.parent.name in ("engine", "ui", "loading")
             and p.stem != "__init__"),
 ]  # fmt: skip

@@ -95,8 +95,9 @@ def test_published_models_have_their_published_size(config: dict[str, Any], para
 
 def test_kv_heads_are_split_over_ranks_and_replicated_below_one() -> None:
     model = parse(QWEN25_05B)  # 2 KV heads
-    assert [model.kv_heads_per_rank(tp) for tp in (1, 2, 4)] == [2, 1, 1]
-    assert model.kv_bytes_per_token(2, tp=2) == model.kv_bytes_per_token(2, tp=4) == 6144
+    assert [model.kv_heads_per_rank(tp) for tp in (1, 2, 14)] == [2, 1, 1]
+    assert model.kv_bytes_per_token(2, tp=2) == model.kv_bytes_per_token(2, tp=14) == 6144
+    assert model.kv_heads_per_rank(7) == 2  # of its 14 heads, rank 3 has the last of one group and the first of another
 
 
 def test_ranks_together_hold_the_model_and_the_replicated_norms() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from nanoinfer.cli.command import OK
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import ConfigError, MemoryBudgetError
+from nanoinfer.errors import MemoryBudgetError
 from nanoinfer.models.config import DTYPE_BYTES, ModelConfig
+from nanoinfer.models.partition import check_splits
 from nanoinfer.runner.memory import DEFAULT_BLOCK_SIZES
 from nanoinfer.ui.text import byte_size
 
@@ -52,8 +53,7 @@ def plan_memory(model: ModelConfig, engine: EngineConfig, memory: int) -> Memory
     """The plan for `memory` bytes on each rank. ConfigError if the model cannot be split, MemoryBudgetError with the
     whole budget if nothing is left for KV."""
     tp = engine.tensor_parallel_size
-    if model.num_heads % tp:
-        raise ConfigError(f"{model.num_heads} attention heads cannot be split over {tp} ranks; choose another --tp.")
+    check_splits(model, tp)
     dtype = engine.dtype if engine.dtype != "auto" else model.dtype or "bfloat16"
     width = DTYPE_BYTES[dtype]
     per_token = model.kv_bytes_per_token(width, tp)

@@ -89,6 +89,9 @@ def engine_options(
     tensor_parallel_size: Annotated[
         int, _engine("--tensor-parallel-size", "--tp", "-tp", help="GPUs (or processes) that share the model.")
     ] = 1,
+    tp_timeout: Annotated[
+        float, _engine("--tp-timeout", help="Seconds that these processes wait for each other.")
+    ] = 120.0,
     max_num_seqs: Annotated[int, _engine("--max-num-seqs", help="Sequences that run at the same time.")] = 256,
     max_num_batched_tokens: Annotated[
         int, _engine("--max-num-batched-tokens", help="Tokens of one step, prefill and decode together.")
@@ -135,6 +138,7 @@ def engine_options(
         dtype=dtype,
         device=device,
         tensor_parallel_size=tensor_parallel_size,
+        tp_timeout=tp_timeout,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk=max_prefill_chunk,

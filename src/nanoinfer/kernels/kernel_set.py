@@ -49,7 +49,7 @@ class KernelSet:
         """[T, 2 I] -> [T, I]."""
         return reference.silu_mul(gate_up)
 
-    def head_sample(
+    def head_best(
         self,
         x: Tensor,
         norm_weight: Tensor,
@@ -58,13 +58,16 @@ class KernelSet:
         temperatures: Tensor,
         seeds: Tensor,
         token_indices: Tensor,
-    ) -> Tensor:
-        """Norm, LM head [V, H] and a draw (or argmax at temperature 0) for x [S, H] -> token ids int64 [S].
+        first_id: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Norm, LM head and a draw (or argmax at temperature 0) for x [S, H] -> token ids int64 [S], scores float32.
 
-        temperatures float32, seeds and token_indices (of the output token that is drawn) int64, all [S].
+        weight has the rows of the head from token first_id on: a part of the vocabulary, whose best score then
+        compares with those of the other parts. temperatures float32, seeds and token_indices (of the output token that
+        is drawn) int64, all [S].
         """
         logits = self.norm_linear(x, norm_weight, eps, weight, None).float()
-        return reference.sample(logits, temperatures, seeds, token_indices)
+        return reference.best(logits, temperatures, seeds, token_indices, first_id)
 
     def filtered_sample(
         self,
@@ -78,7 +81,7 @@ class KernelSet:
     ) -> Tensor:
         """A draw from what top-k, then top-p, then min-p leave of float32 logits [S, V] -> token ids int64 [S].
 
-        top_k int64 (0 is off), top_p and min_p float32, the rest as in `head_sample`, all [S].
+        top_k int64 (0 is off), top_p and min_p float32, the rest as in `head_best`, all [S].
         """
         kept = reference.mask_unlikely(logits, temperatures, top_k, top_p, min_p)
         return reference.sample(kept, temperatures, seeds, token_indices)

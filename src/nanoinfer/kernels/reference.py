@@ -198,18 +198,30 @@ def exponential_noise(seeds: Tensor, token_indices: Tensor, token_ids: Tensor) -
     return torch.log1p(-uniform).neg().clamp(min=1e-10, max=32.0)
 
 
-def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, token_indices: Tensor) -> Tensor:
-    """Draw one token id per row: logits float32 [B, V], the rest [B] -> int64 [B].
+def best(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, token_indices: Tensor, first_id: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Draw one token id per row: logits float32 [B, V], the rest [B] -> (int64 [B], its score float32 [B]).
 
-    Temperature 0 takes the first largest logit. Otherwise an exponential race: softmax(logits / temperature) divided by
-    Exp(1) noise is largest at token t with probability softmax_t (the Gumbel-max trick without its double logarithm).
+    The score is the logit itself at temperature 0; the first largest wins. Otherwise it is logit / temperature -
+    log(noise) with Exp(1) noise, which is largest at token t with probability softmax(logits / temperature)_t (the
+    Gumbel-max trick). Nothing in it depends on other tokens, so where the columns are a part of the vocabulary that
+    begins with token first_id, the largest score of all parts is that of the whole.
     """
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    greedy = temperatures == 0
-    scale = torch.where(greedy, 1.0, temperatures)[:, None]
-    weights = ((logits - logits.amax(dim=-1, keepdim=True)) / scale).exp()
-    raced = (weights / exponential_noise(seeds, token_indices, ids)).argmax(dim=-1)
-    return torch.where(greedy, logits.argmax(dim=-1), raced)
+    if logits.device.type == "cpu" and not temperatures.any():  # the noise costs more than all else
+        scores, columns = logits.max(dim=-1)
+        return columns + first_id, scores
+    ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+    greedy = (temperatures == 0)[:, None]
+    raced = logits / temperatures[:, None].clamp(min=1e-30)  # below, the quotient would be infinite
+    raced = raced - exponential_noise(seeds, token_indices, ids).log()
+    scores, columns = torch.where(greedy, logits, raced).max(dim=-1)
+    return columns + first_id, scores
+
+
+def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, token_indices: Tensor) -> Tensor:
+    """The token ids of `best`."""
+    return best(logits, temperatures, seeds, token_indices)[0]
 
 
 def apply_penalties(

@@ -40,7 +40,7 @@ class TritonKernels(KernelSet):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
 
-    def head_sample(
+    def head_best(
         self,
         x: Tensor,
         norm_weight: Tensor,
@@ -49,9 +49,11 @@ class TritonKernels(KernelSet):
         temperatures: Tensor,
         seeds: Tensor,
         token_indices: Tensor,
-    ) -> Tensor:
-        draw = sampling.lm_head_sample(x, weight, temperatures, seeds, token_indices, norm_weight=norm_weight, eps=eps)
-        return draw[0]
+        first_id: int,
+    ) -> tuple[Tensor, Tensor]:
+        return sampling.lm_head_sample(
+            x, weight, temperatures, seeds, token_indices, norm_weight=norm_weight, eps=eps, first_id=first_id
+        )
 
     def filtered_sample(
         self,

@@ -6,52 +6,70 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.layers.group import ALONE, Group
 from nanoinfer.layers.norm import RMSNorm
+from nanoinfer.models.partition import Span
 from nanoinfer.models.weights import WeightSlot
 
 
 class Linear:
     """y = x @ weight.T + bias, with the output rows of one or more checkpoint tensors stacked in `weight`.
 
-    `parts` maps the name of each stacked layer ("q_proj") to its number of output features, in order.
+    `outputs` maps the name of each stacked layer ("q_proj") to this rank's span of its output features, in order; all
+    of `inputs` is then on every rank (column-parallel). Where `inputs` is cut instead (row-parallel), each rank's
+    product is a part of a sum over the ranks, which `add_to` takes.
     """
 
     def __init__(
         self,
-        in_features: int,
-        parts: dict[str, int],
+        inputs: Span,
+        outputs: dict[str, Span],
         *,
         bias: bool,
         kernels: KernelSet,
         dtype: torch.dtype,
         device: torch.device,
+        group: Group = ALONE,
     ) -> None:
-        out_features = sum(parts.values())
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        out_features = sum(map(len, outputs.values()))
+        self.weight = torch.empty(out_features, len(inputs), dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self._parts = parts
+        self._inputs, self._outputs = inputs, outputs
         self._kernels = kernels
+        self._group = group
 
     def after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Of the normed x: [T, in] -> [T, out]."""
         return self._kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
 
     def swiglu_after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """With two parts, gate and up: silu(gate) * up of the normed x: [T, in] -> [T, out / 2]."""
+        """With two outputs, gate and up: silu(gate) * up of the normed x: [T, in] -> [T, out / 2]."""
         return self._kernels.norm_swiglu(x, norm.weight, norm.eps, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [T, out] + what x [T, in] gives."""
-        return self._kernels.linear_add(x, self.weight, self.bias, residual)
+        """residual [T, out] + what the ranks' x [T, in] give together, the same on every rank.
+
+        Rank 0 puts the residual and the bias into its part of the sum, so that adding them costs nothing.
+        """
+        if self._group.rank == 0:
+            part = self._kernels.linear_add(x, self.weight, self.bias, residual)
+        else:
+            part = self._kernels.linear(x, self.weight, None).to(residual.dtype)
+        return self._group.all_reduce(part)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         """The checkpoint tensors `prefix.PART.weight` (and `.bias`), each a view of its rows."""
         slots = {}
         start = 0
-        for name, size in self._parts.items():
-            rows = self.weight[start : start + size]
-            slots[f"{prefix}.{name}.weight"] = WeightSlot(rows, tuple(rows.shape))
+        for name, span in self._outputs.items():
+            shape, stop = (span.size, self._inputs.size), start + len(span)
+            shard = None if span.is_whole else (0, span.start, span.stop)
+            bias_shard = shard
+            if not self._inputs.is_whole:
+                assert shard is None, (name, span, self._inputs)
+                shard = (1, self._inputs.start, self._inputs.stop)
+            slots[f"{prefix}.{name}.weight"] = WeightSlot(self.weight[start:stop], shape, shard)
             if self.bias is not None:
-                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias[start : start + size], (size,))
-            start += size
+                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias[start:stop], shape[:1], bias_shard)
+            start = stop
         return slots

@@ -208,15 +208,16 @@ class ModelConfig:
         )
 
     def kv_heads_per_rank(self, tp: int = 1) -> int:
-        """KV heads on one rank: split while there are enough, replicated below that."""
-        return max(1, self.num_kv_heads // tp)
+        """KV heads in one rank's cache: split while there are enough, repeated below that (`Partition.kv_copies`)."""
+        queries = self.num_heads // tp
+        return queries // math.gcd(queries, self.num_heads // self.num_kv_heads)
 
     def num_parameters(self, tp: int = 1) -> int:
         """Parameters that one rank stores; with `tp` 1, the whole model's. Tied embeddings count once.
 
         Norms and the biases of row-parallel layers are on every rank; the vocabulary is cut into equal padded shards.
         """
-        hidden, inner, q = self.hidden_size, self.intermediate_size // tp, self.num_heads // tp * self.head_dim
+        hidden, inner, q = self.hidden_size, -(-self.intermediate_size // tp), self.num_heads // tp * self.head_dim
         kv = self.kv_heads_per_rank(tp) * self.head_dim
         attention = hidden * (q + 2 * kv) + q * hidden
         attention += self.qkv_bias * (q + 2 * kv) + self.o_bias * hidden + self.qk_norm * 2 * self.head_dim

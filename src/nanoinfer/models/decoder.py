@@ -10,34 +10,41 @@ from torch import Tensor
 from nanoinfer.attention.base import AttentionPlan, KVCache, QKNorm
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.layers.embedding import Embedding, LMHead
+from nanoinfer.layers.group import ALONE, Group
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.partition import Span
 from nanoinfer.models.weights import WeightSlot
 
 
 class DecoderLayer:
     """Pre-norm block: h += o(attention(qkv(norm(h)))), then h += down(swiglu(gate_up(norm(h)))).
 
-    Projections that read the same input are one matrix. QK norm is Qwen3's, the QKV bias Qwen2's.
+    Projections that read the same input are one matrix. QK norm is Qwen3's, the QKV bias Qwen2's. Of heads and inner
+    features every rank has a part, so the two sums over ranks are those of o and down.
     """
 
-    def __init__(self, config: ModelConfig, kernels: KernelSet, dtype: torch.dtype, device: torch.device) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    def __init__(
+        self, config: ModelConfig, kernels: KernelSet, dtype: torch.dtype, device: torch.device, group: Group
+    ) -> None:
+        partition, head_dim = group.partition, config.head_dim
+        hidden, inner = Span.whole(config.hidden_size), partition.features(config.intermediate_size)
+        q, kv = partition.query_heads(config).times(head_dim), partition.kv_heads(config).times(head_dim)
 
-        def linear(in_features: int, parts: dict[str, int], bias: bool) -> Linear:
-            return Linear(in_features, parts, bias=bias, kernels=kernels, dtype=dtype, device=device)
+        def linear(inputs: Span, outputs: dict[str, Span], bias: bool) -> Linear:
+            return Linear(inputs, outputs, bias=bias, kernels=kernels, dtype=dtype, device=device, group=group)
 
         def norm(size: int) -> RMSNorm:
             return RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device)
 
-        self.input_layernorm = norm(hidden)
-        self.qkv_proj = linear(hidden, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, config.qkv_bias)
+        self.input_layernorm = norm(config.hidden_size)
+        self.qkv_proj = linear(hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, config.qkv_bias)
+        self._repeated = _repeated_columns(config, group, device)
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
-        self.o_proj = linear(q_size, {"o_proj": hidden}, config.o_bias)
-        self.post_attention_layernorm = norm(hidden)
+        self.o_proj = linear(q, {"o_proj": hidden}, config.o_bias)
+        self.post_attention_layernorm = norm(config.hidden_size)
         self.gate_up_proj = linear(hidden, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
         self.down_proj = linear(inner, {"down_proj": hidden}, config.mlp_bias)
         self.qk_norm = None
@@ -47,6 +54,8 @@ class DecoderLayer:
     def __call__(self, hidden: Tensor, cache: KVCache, attention: AttentionPlan) -> Tensor:
         """[T, H] -> [T, H]; this step's keys and values go into the cache."""
         qkv = self.qkv_proj.after_norm(hidden, self.input_layernorm)
+        if self._repeated is not None:
+            qkv = qkv[:, self._repeated]
         hidden = self.o_proj.add_to(hidden, attention.run(qkv, self.qk_norm, cache))
         inner = self.gate_up_proj.swiglu_after_norm(hidden, self.post_attention_layernorm)
         return self.down_proj.add_to(hidden, inner)
@@ -66,24 +75,47 @@ class DecoderLayer:
         return slots
 
 
+def _repeated_columns(config: ModelConfig, group: Group, device: torch.device) -> Tensor | None:
+    """int64: which column of this rank's q, k and v each column that attention sees is; None where they are equal."""
+    partition, head_dim = group.partition, config.head_dim
+    num_queries, num_kv, copies = (
+        len(partition.query_heads(config)), len(partition.kv_heads(config)), partition.kv_copies(config),
+    )  # fmt: skip
+    if copies == list(range(num_kv)):
+        return None
+    heads = [*range(num_queries), *(num_queries + i for i in copies), *(num_queries + num_kv + i for i in copies)]
+    starts = torch.tensor(heads, device=device)[:, None] * head_dim
+    return (starts + torch.arange(head_dim, device=device)).flatten()
+
+
 class Decoder:
     """Embedding, layers, final norm and LM head. Parameters are plain tensors: nothing here is trained.
 
-    Weights hold nothing until `weight_slots` are filled.
+    Weights hold nothing until `weight_slots` are filled. `group` decides which part of the model this rank has;
+    `forward`, `logits` and `sample` give the same on every rank.
     """
 
-    def __init__(self, config: ModelConfig, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        kernels: KernelSet,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group = ALONE,
+    ) -> None:
         self.config = config
         self.kernels = kernels
+        self.group = group
         self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, kernels=kernels, dtype=dtype, device=device
+            config.vocab_size, config.hidden_size, kernels=kernels, dtype=dtype, device=device, group=group
         )
-        self.layers = [DecoderLayer(config, kernels, dtype, device) for _ in range(config.num_layers)]
+        self.layers = [DecoderLayer(config, kernels, dtype, device, group) for _ in range(config.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         head_weight = self.embed_tokens.weight
         if not config.tie_word_embeddings:
             head_weight = torch.empty_like(head_weight)
-        self.lm_head = LMHead(head_weight, kernels=kernels)
+        self.lm_head = LMHead(head_weight, config.vocab_size, kernels=kernels, group=group)
 
     def forward(
         self, input_ids: Tensor, attention: AttentionPlan, kv_caches: Sequence[KVCache], sample_at: Tensor | None
@@ -102,7 +134,7 @@ class Decoder:
         return self.lm_head.after_norm(hidden, self.norm)
 
     def sample(self, hidden: Tensor, temperatures: Tensor, seeds: Tensor, token_indices: Tensor) -> Tensor:
-        """[S, H] -> token ids int64 [S], drawn by nothing but temperature; see `KernelSet.head_sample`."""
+        """[S, H] -> token ids int64 [S], drawn by nothing but temperature; see `KernelSet.head_best`."""
         return self.lm_head.sample_after_norm(hidden, self.norm, temperatures, seeds, token_indices)
 
     def weight_slots(self) -> dict[str, WeightSlot]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.layers.group import ALONE, Group
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.decoder import Decoder
 
@@ -18,7 +19,9 @@ MODELS = {
 }
 
 
-def build_model(config: ModelConfig, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The model for `config`, its weights still to be loaded through `weight_slots`."""
+def build_model(
+    config: ModelConfig, *, kernels: KernelSet, dtype: torch.dtype, device: torch.device, group: Group = ALONE
+) -> Decoder:
+    """This rank's part of the model for `config`, its weights still to be loaded through `weight_slots`."""
     model = MODELS[config.architecture]
-    return model(config, kernels=kernels, dtype=dtype, device=device)
+    return model(config, kernels=kernels, dtype=dtype, device=device, group=group)

@@ -11,11 +11,11 @@ import torch
 from nanoinfer.attention.base import AttentionBackend, HeadLayout, KVCache
 from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.config import EngineConfig
-from nanoinfer.engine.batch import Executor
 from nanoinfer.engine.info import EngineInfo
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.cpu_set import CpuKernels
 from nanoinfer.kernels.kernel_set import EAGER, KernelSet
+from nanoinfer.layers.group import ALONE, Group
 from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import DTYPE_BYTES, ModelConfig
 from nanoinfer.models.decoder import Decoder
@@ -23,7 +23,7 @@ from nanoinfer.models.registry import build_model
 from nanoinfer.models.weights import WeightSlot
 from nanoinfer.runner import memory
 from nanoinfer.runner.compile_ahead import KernelCompilation
-from nanoinfer.runner.executor import LocalExecutor, Runner
+from nanoinfer.runner.executor import Runner
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
 from nanoinfer.runner.profiling import MemoryMark, gpu_kv_budget, graph_reserve, run_worst_step
@@ -33,9 +33,9 @@ LoadWeights = Callable[[Mapping[str, WeightSlot]], None]
 
 @dataclass(frozen=True)
 class DataPlane:
-    """An executor and what was decided on the way to it. `max_model_len` is the model's own limit, in tokens."""
+    """A runner and what was decided on the way to it. `max_model_len` is the model's own limit, in tokens."""
 
-    executor: Executor
+    runner: Runner
     overlap: bool  # whether a step may be submitted before the last one's result is known
     pool: memory.KVGeometry
     device: torch.device
@@ -93,33 +93,39 @@ def resolve_dtype(choice: str, device: torch.device) -> str:
 
 
 def build_data_plane(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, *, load: LoadWeights
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    *,
+    load: LoadWeights,
+    group: Group = ALONE,
 ) -> DataPlane:
     """Decide dtype, back ends and pool, check that all fits, then build the model and fill it through `load`.
 
+    All ranks of `group` must do so at the same time; each builds its part of the model, and the same pool of blocks.
     ConfigError, MemoryBudgetError: before any weight is read, unless only the GPU's profiling run can tell.
     A CUDA device becomes the current one: kernels are launched on that.
     """
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
-    _refuse_unavailable(config)
     dtype = resolve_dtype(config.dtype, device)
     max_model_len, warnings = _model_len(config, model_config)
     kernels, attention_name, attention_reason = choose_back_ends(config, device, getattr(torch, dtype))
     if attention_name == "flash-attn":
         _refuse_flash_attn(config, model_config, device, getattr(torch, dtype))
-    plan = PoolPlan(config, model_config, dtype, max_model_len, memory.DEFAULT_BLOCK_SIZES[attention_name])
+    plan = PoolPlan(config, model_config, dtype, max_model_len, memory.DEFAULT_BLOCK_SIZES[attention_name], group)
     start = MemoryMark.now(device) if device.type == "cuda" else None
     pool = plan.pool_before_load(start, device)
 
     torch_dtype = getattr(torch, dtype)
-    model = build_model(model_config, kernels=kernels, dtype=torch_dtype, device=device)
+    model = build_model(model_config, kernels=kernels, dtype=torch_dtype, device=device, group=group)
     head_dim = model_config.head_dim
-    heads = HeadLayout(model_config.num_heads, model_config.num_kv_heads, head_dim, head_dim**-0.5)
+    num_heads, num_kv_heads = model_config.num_heads // group.size, model_config.kv_heads_per_rank(group.size)
+    heads = HeadLayout(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
     cos_sin = rotary_table(model_config.rope, head_dim, max_model_len, device)
     attention = make_attention(attention_name, heads, cos_sin, kernels, config.max_num_seqs)
     compilation = None
-    if device.type == "cuda":
+    if device.type == "cuda" and group.size == 1:  # exchanges between ranks need one order, which threads have not
         compilation = KernelCompilation(model, attention, plan.allocate(1, device)[0])
     load(model.weight_slots())
     if compilation:
@@ -138,7 +144,7 @@ def build_data_plane(
         device=device,
     )
     return DataPlane(
-        executor=LocalExecutor(runner),
+        runner=runner,
         overlap=isinstance(runner, OverlappedRunner),
         pool=pool,
         device=device,
@@ -146,7 +152,7 @@ def build_data_plane(
         attention=attention.name,
         attention_reason=attention_reason,
         kernels=kernels.name,
-        weight_bytes=model_config.weight_bytes(dtype),
+        weight_bytes=model_config.weight_bytes(dtype, group.size),
         max_model_len=max_model_len,
         warnings=tuple(warnings),
     )
@@ -223,6 +229,7 @@ class PoolPlan:
     dtype: str
     max_model_len: int
     default_block_size: int
+    group: Group = ALONE
 
     @property
     def block_size(self) -> int:
@@ -230,7 +237,7 @@ class PoolPlan:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.model_config.kv_bytes_per_token(DTYPE_BYTES[self.dtype])
+        return self.model_config.kv_bytes_per_token(DTYPE_BYTES[self.dtype], self.group.size)
 
     @property
     def smallest_bytes(self) -> int:
@@ -243,16 +250,19 @@ class PoolPlan:
         """
         given = self.config.num_blocks is not None or self.config.kv_memory is not None
         pool = None
+        sharers = self.group.ranks_on_host  # a CPU's memory is one for all of them
         if start is None:
-            pool = self.pool(memory.cpu_kv_budget(memory.usable_memory()))
+            pool = self.pool(memory.cpu_kv_budget(memory.usable_memory()) // sharers)
         elif given:
             pool = self.pool(budget=0)
         kv_bytes = self.smallest_bytes if pool is None else pool.total_bytes
-        available = memory.available_memory() if start is None else start.free
-        memory.require_memory(self.model_config, self.dtype, kv_bytes, available, str(device))
+        available = memory.available_memory() // sharers if start is None else start.free
+        memory.require_memory(self.model_config, self.dtype, kv_bytes, available, str(device), self.group.size)
         return pool
 
     def pool(self, budget: int) -> memory.KVGeometry:
+        """The pool for the least of all ranks' budgets: they all have the same blocks."""
+        budget = self.group.minimum(budget)
         return memory.plan_kv_pool(
             bytes_per_token=self.bytes_per_token,
             block_size=self.block_size,
@@ -265,7 +275,13 @@ class PoolPlan:
     def allocate(self, num_blocks: int, device: torch.device) -> list[KVCache]:
         config, dtype = self.model_config, getattr(torch, self.dtype)
         return allocate_kv_caches(
-            config.num_layers, num_blocks, self.block_size, config.num_kv_heads, config.head_dim, dtype, device
+            config.num_layers,
+            num_blocks,
+            self.block_size,
+            config.kv_heads_per_rank(self.group.size),
+            config.head_dim,
+            dtype,
+            device,
         )
 
 
@@ -325,10 +341,3 @@ def make_runner(
         device=device,
         use_graphs=can_graph(config, attention, model.kernels),
     )
-
-
-def _refuse_unavailable(config: EngineConfig) -> None:
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but this version runs on one device; use 1."
-        )

@@ -29,6 +29,8 @@ class FailedStep:
     error: Exception
 
     def result(self) -> StepResult:
+        if isinstance(self.error, EngineError):
+            raise self.error
         raise step_error(self.error) from self.error
 
 

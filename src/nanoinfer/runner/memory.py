@@ -108,9 +108,12 @@ def plan_kv_pool(
     return KVGeometry(block_size, num_blocks, bytes_per_block)
 
 
-def require_memory(config: ModelConfig, dtype: str, kv_bytes: int, available: int, device: str) -> None:
-    """Refuse, before the load, a model whose weights and KV pool (`kv_bytes`) do not fit in `available` bytes."""
-    weights = config.weight_bytes(dtype)
+def require_memory(config: ModelConfig, dtype: str, kv_bytes: int, available: int, device: str, tp: int = 1) -> None:
+    """Refuse, before the load, a model whose weights and KV pool (`kv_bytes`) do not fit in `available` bytes.
+
+    With `tp` ranks all figures are of one of them.
+    """
+    weights = config.weight_bytes(dtype, tp)
     needed = weights + kv_bytes + RUNTIME_OVERHEAD
     if needed > available:
         raise MemoryBudgetError(

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
 from nanoinfer.engine.batch import CompletedStep, ScheduledBatch, StepResult
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.input_batch import SequenceRows, StepArrays
-from nanoinfer.runner.sampler import Sampler
-from nanoinfer.runner.sampling_table import SamplingTable
+from nanoinfer.runner.sampler import Sampled, Sampler
+from nanoinfer.runner.sampling_table import RANDOM, SamplingTable
 from nanoinfer.runner.upload import upload
 
 
@@ -84,7 +85,7 @@ class ModelRunner:
         self._device = device
         self._rows = SequenceRows(max_num_seqs, max_model_len, block_size=kv_caches[0][0].shape[1])
         self._table = SamplingTable(max_num_seqs)
-        self._sampler = Sampler(self._table, self._rows, model.kernels, device)
+        self._sampler = Sampler(self._table, self._rows, model.kernels, device, model.group)
 
     def launch(self, batch: ScheduledBatch) -> CompletedStep:
         """`run` behind the interface of runners that do not wait."""
@@ -98,16 +99,24 @@ class ModelRunner:
         for sequence in batch.new_sequences:
             self._table.insert(sequence)
         arrays = self._rows.step_arrays(batch)
-        logits = self._forward(step_input(batch, arrays, self._device))
-        if logits is None:
+        hidden = self._forward(step_input(batch, arrays, self._device))
+        if not len(hidden):
             return StepResult([], device_ms=(time.perf_counter() - began) * 1e3)
-        sampled = self._sampler.sample(logits, arrays.sample_rows, arrays.sample_lens)
+        sampled = self._sample(hidden, arrays.sample_rows, arrays.sample_lens)
         token_ids = sampled.token_ids.cpu().numpy()
         self._rows.append_tokens(arrays.sample_rows, arrays.sample_lens, token_ids)
         return StepResult(token_ids.tolist(), sampled.logprobs, device_ms=(time.perf_counter() - began) * 1e3)
 
-    def _forward(self, step: StepInput) -> Tensor | None:
-        """float32 logits [S, V]; None where no sequence samples in this step."""
+    def _forward(self, step: StepInput) -> Tensor:
+        """Hidden states [S, H] of the sequences that sample."""
         plan = self._attention.plan(step.attention)
-        hidden = self._model.forward(step.input_ids, plan, self._kv_caches, step.sample_at)
-        return self._model.logits(hidden) if len(hidden) else None
+        return self._model.forward(step.input_ids, plan, self._kv_caches, step.sample_at)
+
+    def _sample(self, hidden: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> Sampled:
+        """Through all logits, which are cheap to have on one rank; ranks exchange them only where a rule needs them."""
+        table = self._table
+        if self._model.group.size == 1 or (table.needs[rows] & ~np.uint8(RANDOM)).any():
+            return self._sampler.sample(self._model.logits(hidden), rows, lengths)
+        columns = (table.temperature[rows], table.seed[rows], lengths - self._rows.prompt_lens[rows])
+        temperatures, seeds, token_indices = (upload(column, self._device) for column in columns)
+        return Sampled(self._model.sample(hidden, temperatures, seeds, token_indices), None)

@@ -110,7 +110,7 @@ class OverlappedRunner:
         self._block_size = kv_caches[0][0].shape[1]
         self._rows = SequenceRows(max_num_seqs, max_model_len, self._block_size)
         self._table = SamplingTable(max_num_seqs)
-        self._sampler = Sampler(self._table, self._rows, model.kernels, device)
+        self._sampler = Sampler(self._table, self._rows, model.kernels, device, model.group)
         self._on_device = DeviceRows(self._rows, self._table, device)
         self._decode = self._mixed = None
         if use_graphs:

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanoinfer.engine.batch import TokenLogprobs
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.layers.group import ALONE, Group
 from nanoinfer.runner.input_batch import Int64Array, SequenceRows
 from nanoinfer.runner.sampling_table import FILTER, LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, SamplingTable
 from nanoinfer.runner.upload import upload
@@ -27,13 +28,24 @@ class Sampled:
 
 
 class Sampler:
-    """Chooses one token per row of logits. Order: min_tokens, penalties, temperature with top-k, top-p, min-p, draw."""
+    """Chooses one token per row of logits. Order: min_tokens, penalties, temperature with top-k, top-p, min-p, draw.
 
-    def __init__(self, table: SamplingTable, rows: SequenceRows, kernels: KernelSet, device: torch.device) -> None:
+    All ranks of `group` have the same logits and do the same, which costs no time; the choice of the first one counts.
+    """
+
+    def __init__(
+        self,
+        table: SamplingTable,
+        rows: SequenceRows,
+        kernels: KernelSet,
+        device: torch.device,
+        group: Group = ALONE,
+    ) -> None:
         self._table = table
         self._rows = rows
         self._kernels = kernels
         self._device = device
+        self._group = group
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return upload(array, self._device)
@@ -44,11 +56,11 @@ class Sampler:
         if not needs.any():
             return Sampled(logits.argmax(dim=-1), None)
 
-        reporting = np.flatnonzero(needs & LOGPROBS)
+        reporting = np.flatnonzero(needs & LOGPROBS) if self._group.rank == 0 else np.empty(0, np.int64)
         raw = logits[self._tensor(reporting)] if reporting.size else None
         self._forbid_stop_tokens(logits, needs, rows, lengths)
         self._penalise(logits, needs, rows, lengths)
-        token_ids = self._choose(logits, needs, rows, lengths)
+        token_ids = self._group.from_first(self._choose(logits, needs, rows, lengths))
         logprobs = None if raw is None else self._report(raw, reporting, rows, token_ids)
         return Sampled(token_ids, logprobs)
 

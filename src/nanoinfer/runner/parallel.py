@@ -1,0 +1,94 @@
+"""The data plane of several ranks, built from rank 0: a process and a device for each, and a group of them all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import ConfigError, RankError
+from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.partition import Partition
+from nanoinfer.models.weights import WeightSlot
+from nanoinfer.runner.build import DataPlane, LoadWeights, build_data_plane
+from nanoinfer.runner.parallel_executor import ParallelExecutor
+from nanoinfer.runner.process_group import DistributedGroup, open_store
+from nanoinfer.runner.ranks import Ranks
+
+
+def build_parallel(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    folder: Path,
+    load: LoadWeights,
+) -> tuple[DataPlane, ParallelExecutor]:
+    """Build every rank's part at the same time; `load` is rank 0's, the others read `folder` themselves.
+
+    Errors are those of `build_data_plane`, and EngineError if a rank fails. The caller ends the ranks then.
+    """
+    size = config.tensor_parallel_size
+    devices = rank_devices(device, size)
+    threads, restore_threads = _threads_per_rank(device, size)
+    torch.set_num_threads(threads)
+    partition = Partition(0, size)
+    try:
+        store = open_store(partition, None, config.tp_timeout)
+        ranks.tell(
+            lambda rank: {
+                "rank": rank,
+                "size": size,
+                "ranks_on_host": size,
+                "device": str(devices[rank]),
+                "threads": threads,
+                "store": [store.host, store.port],
+                "timeout_s": config.tp_timeout,
+                "folder": str(folder),
+                "config": asdict(config),
+            }
+        )
+        group = ranks.watching(
+            lambda: DistributedGroup(store, partition, devices[0], ranks_on_host=size, timeout_s=config.tp_timeout)
+        )
+
+        def load_together(slots: Mapping[str, WeightSlot]) -> None:
+            load(slots)
+            ranks.wait_for("loaded")
+            ranks.tell(lambda rank: {})
+
+        plane = build_data_plane(config, model_config, devices[0], load=load_together, group=group)
+        ranks.wait_for("ready")
+        ranks.limit_sending(config.tp_timeout)
+    except BaseException as error:
+        torch.set_num_threads(restore_threads)
+        if isinstance(error, RankError | OSError):
+            raise ranks.explain(error) from error
+        raise
+    return plane, ParallelExecutor(plane.runner, group, ranks, lambda: torch.set_num_threads(restore_threads))
+
+
+def rank_devices(device: torch.device, size: int) -> list[torch.device]:
+    """The device of each rank: GPUs that follow each other, or the CPU for all; ConfigError if there are too few."""
+    if device.type != "cuda":
+        return [device] * size
+    first, count = device.index or 0, torch.cuda.device_count()
+    if first + size > count:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but torch sees {count} CUDA device{'s' * (count != 1)}"
+            f"{f' and --device starts at {first}' if first else ''}; use a smaller --tp or --device cpu."
+        )
+    return [torch.device("cuda", first + rank) for rank in range(size)]
+
+
+def _threads_per_rank(device: torch.device, size: int) -> tuple[int, int]:
+    """(threads for each rank, this process's threads now): a CPU's cores are shared out unless the user has done so."""
+    now = torch.get_num_threads()
+    if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return now, now
+    return max(1, now // size), now

@@ -1,0 +1,121 @@
+"""The program of ranks 1, 2, ... of tensor parallelism: builds its part of the data plane and runs the steps it hears.
+
+Started by `runner.ranks` as `python -m nanoinfer.worker FD`, where FD is its end of the channel to rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import NanoinferError, RankError
+from nanoinfer.models.partition import Partition
+from nanoinfer.runner.channel import STEP, Channel, decode_batch
+
+if TYPE_CHECKING:
+    from nanoinfer.engine.batch import StepHandle
+    from nanoinfer.models.weights import WeightSlot
+    from nanoinfer.runner.build import DataPlane
+
+MAX_IN_FLIGHT = 2  # as many steps as rank 0 has under way
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    threading.Thread(target=_leave_with_rank_0, args=(channel.stream,), daemon=True).start()
+    # Without Python's own tidying up, which with torch takes longer than a second: nothing is left to be tidied.
+    os._exit(run(channel))
+
+
+def run(channel: Channel) -> int:
+    """Serve until rank 0 ends it; returns the exit code. A failure is reported to rank 0, not printed."""
+    try:
+        _serve(channel)
+    except EOFError:
+        return 1
+    except Exception as error:
+        _report(channel, error)
+        return 1
+    return 0
+
+
+def _serve(channel: Channel) -> None:
+    import torch  # rank 0 is importing it too
+
+    from nanoinfer.runner.process_group import DistributedGroup, open_store
+
+    setup = channel.receive_report()
+    torch.set_num_threads(setup["threads"])
+    partition = Partition(setup["rank"], setup["size"])
+    device = torch.device(setup["device"])
+    host, port = setup["store"]
+    group = DistributedGroup(
+        open_store(partition, (host, port), setup["timeout_s"]),
+        partition,
+        device,
+        ranks_on_host=setup["ranks_on_host"],
+        timeout_s=setup["timeout_s"],
+    )
+    plane = _build(channel, setup, device, group)
+    channel.send_report(stage="ready")
+    in_flight: deque[StepHandle] = deque()
+    while (message := channel.receive())[0] == STEP:
+        in_flight.append(plane.runner.launch(decode_batch(message[1])))
+        if len(in_flight) > MAX_IN_FLIGHT:
+            in_flight.popleft().result()
+    del plane, in_flight
+    group.close()
+
+
+def _build(channel: Channel, setup: dict[str, Any], device: Any, group: Any) -> DataPlane:
+    from nanoinfer.loading.folder import read_model_config
+    from nanoinfer.loading.weights import fill_weights
+    from nanoinfer.runner.build import build_data_plane
+
+    config = EngineConfig.from_options(setup["config"])
+    folder = Path(setup["folder"])
+
+    def load(slots: Mapping[str, WeightSlot]) -> None:
+        fill_weights(slots, folder, config.load_format, config.seed)
+        # No rank goes on alone, and waits for the slowest disk in a collective that has a time limit.
+        channel.send_report(stage="loaded")
+        channel.receive_report()
+
+    return build_data_plane(config, read_model_config(folder), device, load=load, group=group)
+
+
+def _report(channel: Channel, error: Exception) -> None:
+    message = str(error) if isinstance(error, NanoinferError) else f"{type(error).__name__}: {error}"
+    try:
+        channel.send_report(
+            error=type(error).__name__,
+            message=message,
+            is_secondary=isinstance(error, RankError),
+            traceback="".join(traceback.format_exception(error)),
+        )
+    except OSError:  # rank 0 is gone, and nobody is left to tell
+        pass
+
+
+def _leave_with_rank_0(stream: socket.socket) -> None:
+    """End this process when rank 0 is gone, whatever it is doing: it may wait for others that wait for rank 0."""
+    hung_up = getattr(select, "POLLRDHUP", 0)  # where it exists, POLLHUP does not tell of a TCP peer's end
+    poller = select.poll()
+    poller.register(stream, hung_up)
+    poller.poll()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The same with processes and gloo: what a person starts with --tp."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_tensor_parallel import GREEDY, SAMPLING, make_case
+
+from nanoinfer import LLM
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    return make_case("qwen3-gqa2", tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("tp", "options"), [(2, {"num_blocks": 10, "max_prefill_chunk": 5}), (4, {"dtype": "float32"})]
+)
+def test_greedy_and_sampled_ids_equal_those_of_one_process(case, tp, options):
+    folder, prompts, expected = case
+    threads = torch.get_num_threads()
+    with LLM(folder, device="cpu", **({"num_blocks": 128} | options)) as llm:
+        sampled = [[s.token_ids for s in output.outputs] for output in llm.generate(prompts[:6], SAMPLING)]
+    with LLM(folder, device="cpu", tensor_parallel_size=tp, **({"num_blocks": 128} | options)) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
+        assert [[s.token_ids for s in output.outputs] for output in llm.generate(prompts[:6], SAMPLING)] == sampled
+        assert llm.check_integrity() == []
+    assert torch.get_num_threads() == threads
+
+
+def test_smollm2_on_three_ranks(smollm2_folder):
+    prompt = "The old lighthouse keeper climbed the stairs and"
+    answers = []
+    for tp in (1, 3):
+        with LLM(str(smollm2_folder), device="cpu", num_blocks=64, tensor_parallel_size=tp) as llm:
+            answers.append(llm.generate([prompt, prompt[:20]], GREEDY))
+    texts = [[output.outputs[0].text for output in outputs] for outputs in answers]
+    assert texts[0] == texts[1]
