@@ -152,19 +152,19 @@ class BatchRun:
         if is_failure(record):
             self._failed(request, record, failure_message(record))
             return
+        self._sink.write(request.index, self._render(record))
         totals.cut += any(sample.finish_reason == "length" for sample in output.outputs)
         totals.done += 1
-        self._sink.write(request.index, self._render(record))
 
     def _failed(self, entry: Entry, record: Record, found: str | None) -> None:
         """Count and record a failure; `found` is its message if it was not known before the engine saw it."""
         if self._policy.on_error == "fail":
             raise UserError(f"line {entry.line}: {found} The run ends here (--on-error fail).")
+        self._sink.write(entry.index, self._render(record), failed=True)
         self.totals.done += 1
         self.totals.failed += 1
         if found is not None and len(self.totals.failures) < MAX_KEPT_FAILURES:
             self.totals.failures.append(f"line {entry.line}: {found}")
-        self._sink.write(entry.index, self._render(record), failed=True)
         most = self._policy.max_errors
         if most is not None and self.totals.failed - self.totals.kept_failed > most:
             raise TooManyFailuresError

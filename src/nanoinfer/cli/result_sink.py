@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from nanoinfer.cli.options import Order
+from nanoinfer.errors import EngineError
 
 
 class ResultSink(Protocol):
@@ -64,10 +66,19 @@ class StreamResults:
             self._next += 1
 
     def _put(self, line: bytes) -> None:
-        if line:
-            self._before_write()
+        if not line:
+            return
+        self._before_write()
+        try:
             self._stream.write(line)
             self._stream.flush()
+        except OSError as error:
+            self._waiting.clear()
+            if isinstance(error, BrokenPipeError):
+                raise  # whoever read the results has seen enough
+            # What the stream still holds must not be tried again when it is closed.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            raise EngineError(f"cannot write the results: {error.strerror}.") from error
 
     def finish(self) -> None:
         self.abandon()
