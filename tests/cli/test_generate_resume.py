@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 from conftest import Program, Result
 from fake_llm import FakeLLM, die_at
 from test_generate import read_lines, read_partial, write_lines
+
+from nanoinfer.cli.resume import resume_command
 
 LINES = [{"id": name, "prompt": name * size} for name, size in (("a", 1), ("b", 9), ("c", 2), ("d", 8), ("e", 3))]
 
@@ -277,10 +281,34 @@ def test_nothing_to_resume(batch: Batch) -> None:
     result = batch.run("--resume")
     assert result.code == 0
     assert "note: there is nothing to resume for" in result.err
-    result = batch.run("--resume")
-    assert result.code == 2
-    assert "is complete, so there is nothing to resume" in result.err
     assert batch.nanoinfer("generate", "-f", batch.source, "--resume").code == 2
+
+
+def test_resuming_what_is_complete_does_nothing(batch: Batch) -> None:
+    batch.write({"id": "bad", "prompt": ""}, *LINES)
+    assert batch.run().code == 3
+    before, batch.nanoinfer.llm = batch.out.read_bytes(), None
+    result = batch.run("--resume", "--retry-errors")
+    assert (result.code, batch.nanoinfer.llm) == (3, None)
+    assert "is complete: 6 results, 1 of them failures (put those lines into a file of their own" in result.err
+    batch.write(*LINES, {"id": "new", "prompt": "new"})
+    result = batch.run("--resume")
+    assert (result.code, batch.nanoinfer.llm) == (2, None)
+    assert "exists and is not the result of these prompts; give another name, or --overwrite" in result.err
+    batch.out.write_text("something else")
+    assert batch.run("--resume").code == 2
+    assert before != batch.out.read_bytes() == b"something else"
+
+
+def test_words_that_a_terminal_cannot_show_are_printed_so_that_a_shell_reads_them(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["nanoinfer"])
+    words = ["generate", "-p", "two\nlines \x1b[2J it's \\", "-p", "caf\u00e9 $HOME", "-o", os.fsdecode(b"\xff")]
+    command = resume_command(words)
+    assert command.isprintable()
+    shown = subprocess.run(["bash", "-c", f"nanoinfer() {{ printf '%s\\0' \"$@\"; }}; {command}"], capture_output=True)
+    assert shown.stdout.split(b"\0")[:-1] == [*map(os.fsencode, words), b"--resume"]
 
 
 def test_an_output_that_appeared_meanwhile_stops_a_resume_before_the_load(batch: Batch) -> None:

@@ -180,6 +180,19 @@ def test_lines_end_at_newline_only_and_blank_lines_are_skipped() -> None:
     assert first.prompt == "a\u2028b\u0085c"
 
 
+def test_joined_files_keep_a_byte_order_mark_in_the_middle() -> None:
+    entries = parse_prompts(b'{"prompt": "a"}\n\xef\xbb\xbf{"prompt": "b"}\n\xef\xbb\xbf\n', "jsonl", DEFAULTS)
+    assert [entry.prompt for entry in entries if isinstance(entry, PromptRequest)] == ["a", "b"]
+    assert len(entries) == 2
+
+
+def test_a_prompt_option_of_other_bytes_is_refused() -> None:
+    bad, good = prompts_from_texts(["a\udcff", "b"])
+    assert isinstance(bad, BadLine)
+    assert bad.message == "the prompt is not UTF-8."
+    assert isinstance(good, PromptRequest)
+
+
 def test_text_files_have_one_chat_message_a_line() -> None:
     first, second = parse("tell me", "  {not json}", kind="text")
     assert isinstance(first, PromptRequest)

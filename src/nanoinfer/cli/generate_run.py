@@ -21,7 +21,7 @@ from nanoinfer.cli.partial_file import Kept
 from nanoinfer.cli.records import Record, harmless, to_json_line, to_plain_text
 from nanoinfer.cli.result_sink import StreamResults
 from nanoinfer.cli.results_file import ResultsFile, open_results
-from nanoinfer.cli.resume import refuse_other_parameters, resume_command, take_over
+from nanoinfer.cli.resume import already_complete, refuse_other_parameters, resume_command, take_over
 from nanoinfer.cli.run_identity import entry_keys, parameters_asked_for, run_parameters
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig, SamplingParams
@@ -68,6 +68,10 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
         bad = text.plural(len(batch.bad_lines), "bad line")
         raise UserError(f"{batch.name} has {bad}; nothing was run (--on-error fail).")
     _refuse_mixed_files(session, batch, options)
+    if options.resume and options.output is not None:
+        failed = already_complete(options.output, batch)
+        if failed is not None:
+            return _nothing_to_do(session, batch, options.output, failed)
     sink = open_results(
         options.output,
         session.console,
@@ -87,6 +91,13 @@ def _refuse_mixed_files(session: Session, batch: Batch, options: GenerateOptions
     for name, path in (("--events", session.display.events), ("--cache-snapshot", session.display.cache_snapshot)):
         if path is not None and os.path.realpath(path) in taken and (path.is_file() or not path.exists()):
             raise UserError(f"{name} {path} is the input or the output as well; choose another file.")
+
+
+def _nothing_to_do(session: Session, batch: Batch, output: Path, failed: int) -> int:
+    """The end of a run that was asked to resume what is complete, so that a script may always say --resume."""
+    what = f", {failed} of them failures (put those lines into a file of their own to try again)" if failed else ""
+    session.console.say(f"{output} is complete: {text.plural(len(batch.entries), 'result')}{what}.")
+    return FAILED_REQUESTS if failed else OK
 
 
 class _Job:

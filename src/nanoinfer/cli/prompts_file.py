@@ -89,7 +89,9 @@ def prompts_from_texts(texts: list[str]) -> list[Entry]:
     """Requests for prompts that were given on the command line (-p)."""
     entries: list[Entry] = []
     for index, text in enumerate(texts):
-        if text.strip():
+        if any("\ud800" <= char <= "\udfff" for char in text):  # how Python takes in bytes that are no UTF-8
+            entries.append(BadLine(index, index + 1, "the prompt is not UTF-8."))
+        elif text.strip():
             messages = [{"role": "user", "content": text}]
             entries.append(PromptRequest(index, index + 1, f"prompt-{index + 1}", messages, "text"))
         else:
@@ -98,10 +100,12 @@ def prompts_from_texts(texts: list[str]) -> list[Entry]:
 
 
 def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, bytes without the line end) of every line that is not blank."""
-    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if raw.strip():
-            yield number, raw.removesuffix(b"\r")
+    """(line number from 1, bytes without the line end) of every line that is not blank. A byte order mark is taken away
+    from any line: files that are joined have one in the middle."""
+    for number, raw in enumerate(data.split(b"\n"), start=1):
+        line = raw.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\r")
+        if line.strip():
+            yield number, line
 
 
 def _parse_line(index: int, line: int, raw: bytes, kind: Kind, defaults: SamplingParams) -> Entry:

@@ -95,8 +95,8 @@ class ResultsFile:
         if partial.header is not None:
             self._overwrite = bool(partial.header.get("overwrite"))  # the interrupted run was allowed to
         if self.is_taken and not partial.results:
-            what = "is complete, so there is nothing to resume" if resume else "exists already"
-            raise UserError(f"the output {self.path} {what}; give another name, or --overwrite to replace it.")
+            other = " and is not the result of these prompts" if resume else " already"
+            raise UserError(f"the output {self.path} exists{other}; give another name, or --overwrite to replace it.")
 
     @property
     def is_taken(self) -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.cli.batch_input import Batch
+from nanoinfer.cli.output_path import partial_path
 from nanoinfer.cli.partial_file import Kept
 from nanoinfer.cli.prompts_file import Entry
+from nanoinfer.cli.records import is_failure
 from nanoinfer.cli.results_file import ResultsFile
 from nanoinfer.cli.run_identity import differences
 from nanoinfer.errors import UserError
@@ -110,6 +114,24 @@ def _quoted(name: object) -> str:
     return f"'{one_line(str(name))}'"
 
 
+def already_complete(output: Path, batch: Batch) -> int | None:
+    """How many of the records in `output` are failures, if it holds one for every line of the batch and nothing else;
+    None if it does not, or if a run left a partial file."""
+    if not output.is_file() or partial_path(output).exists():
+        return None
+    failed, ids = 0, Counter(f"{entry.id_key} {entry.id}" for entry in batch.entries)
+    try:
+        with output.open("rb") as file:
+            for line in file:
+                record = json.loads(line)
+                key = next(key for key in ("custom_id", "id") if key in record)
+                ids[f"{key} {record[key]}"] -= 1
+                failed += is_failure(record)
+    except (OSError, ValueError, TypeError, KeyError, StopIteration):
+        return None
+    return None if any(ids.values()) else failed
+
+
 def resume_command(arguments: Sequence[str]) -> str:
     """The shell command that goes on with the run that was started with `arguments`."""
     program = Path(sys.argv[0])
@@ -117,7 +139,17 @@ def resume_command(arguments: Sequence[str]) -> str:
     if program.name != "__main__.py" and os.sep in sys.argv[0] and not _on_path(program):
         words = [sys.argv[0]]
     words += [word for word in arguments if word not in ("--overwrite", "--resume")]
-    return shlex.join([*words, "--resume"])
+    return " ".join(_shell_word(word) for word in [*words, "--resume"])
+
+
+def _shell_word(word: str) -> str:
+    """`word` quoted for a shell, in a form that survives being shown on a terminal and copied from it."""
+    if word.isprintable():
+        return shlex.quote(word)
+    # Line ends, control characters and bytes that are no UTF-8: the $'...' of bash, zsh, ksh and the coming POSIX.
+    return (
+        "$'" + "".join(chr(b) if 32 <= b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(word)) + "'"
+    )
 
 
 def _on_path(program: Path) -> bool:
