@@ -55,6 +55,7 @@ def _serve(channel: Channel) -> None:
 
     from nanoinfer.runner.process_group import DistributedGroup, open_store
 
+    channel.send_report(stage="started")
     setup = channel.receive_report()
     torch.set_num_threads(setup["threads"])
     partition = Partition(setup["rank"], setup["size"])

@@ -42,6 +42,9 @@ class Group:
         """The smallest of all ranks' values."""
         return value
 
+    def abort(self) -> None:
+        """Make operations that are under way fail, from any thread."""
+
     def close(self) -> None:
         """Give back what the group holds. CUDA graphs with its operations must be gone."""
 

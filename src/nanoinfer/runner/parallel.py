@@ -39,6 +39,7 @@ def build_parallel(
     torch.set_num_threads(threads)
     partition = Partition(0, size)
     try:
+        ranks.wait_for("started")  # from here on the ranks are together, and time limits count
         store = open_store(partition, None, config.tp_timeout)
         ranks.tell(
             lambda rank: {
@@ -70,7 +71,9 @@ def build_parallel(
         if isinstance(error, RankError | OSError):
             raise ranks.explain(error) from error
         raise
-    return plane, ParallelExecutor(plane.runner, group, ranks, lambda: torch.set_num_threads(restore_threads))
+    return plane, ParallelExecutor(
+        plane.runner, group, ranks, config.tp_timeout, lambda: torch.set_num_threads(restore_threads)
+    )
 
 
 def rank_devices(device: torch.device, size: int) -> list[torch.device]:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -17,6 +12,7 @@ from nanoinfer.layers.group import Group
 from nanoinfer.runner.channel import STEP, encode_batch
 from nanoinfer.runner.executor import FailedStep, Runner, step_error
 from nanoinfer.runner.ranks import Ranks
+from nanoinfer.runner.watch import Watch
 
 
 class ParallelExecutor:
@@ -25,10 +21,13 @@ class ParallelExecutor:
     `on_close` is called at the end.
     """
 
-    def __init__(self, runner: Runner, group: Group, ranks: Ranks, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, runner: Runner, group: Group, ranks: Ranks, timeout_s: float, on_close: Callable[[], None]
+    ) -> None:
         self._runner: Runner | None = runner
         self._group = group
         self._ranks = ranks
+        self._watch = Watch(ranks, timeout_s, group.abort)
         self._on_close = on_close
         self._failure: EngineError | None = None
 
@@ -37,20 +36,27 @@ class ParallelExecutor:
         assert self._runner is not None, "closed"
         if self._failure is not None:
             return FailedStep(self._failure)
-        with uninterrupted():
+        with self._watch.uninterrupted():
             try:
+                self._watch.begin()
                 self._ranks.send(STEP, encode_batch(batch))
                 return _Step(self, self._runner.launch(batch))
             except Exception as error:
                 return FailedStep(self.fail(error))
-            except BaseException as error:  # the second Ctrl-C: no rank knows how far the others are
-                self.fail(EngineError(f"a step was cut off by {type(error).__name__}; make a new LLM."))
-                raise
+
+    def finish(self, handle: StepHandle) -> StepResult:
+        """The result of a launched step; raises what really went wrong if it failed."""
+        try:
+            result = handle.result()
+        except EngineError as error:
+            raise self.fail(error) from None
+        self._watch.end()
+        return result
 
     def fail(self, error: Exception) -> EngineError:
         """End the other ranks, and return what to raise from now on."""
         if self._failure is None:
-            if isinstance(error, RankError | OSError):
+            if self._watch.tripped or isinstance(error, RankError | OSError):
                 explained = self._ranks.explain(error)
                 self._failure = explained if isinstance(explained, EngineError) else EngineError(str(explained))
             else:
@@ -63,6 +69,7 @@ class ParallelExecutor:
     def close(self) -> None:
         """End the other ranks and drop the runner; its graphs go before the group that their collectives use."""
         if self._runner is not None:
+            self._watch.close()
             self._ranks.stop()
             self._runner = None
             self._group.close()
@@ -71,43 +78,11 @@ class ParallelExecutor:
 
 
 class _Step:
-    """A step on its way on all ranks; `result` raises what really went wrong if it fails."""
+    """A step under way on all ranks."""
 
     def __init__(self, executor: ParallelExecutor, handle: StepHandle) -> None:
         self._executor = executor
         self._handle = handle
 
     def result(self) -> StepResult:
-        try:
-            return self._handle.result()
-        except EngineError as error:
-            raise self._executor.fail(error) from None
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold back the first SIGINT and the first SIGTERM until the end; a second one gets through at once.
-
-    A rank that leaves a step in its middle would leave the others waiting in it. Only the main thread hears signals.
-    """
-    handlers: dict[int, Any] = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    held: list[tuple[int, FrameType | None]] = []
-
-    def hold(signum: int, frame: FrameType | None) -> Any:
-        held.append((signum, frame))
-        handler = handlers[signum]
-        if len(held) > 1 and callable(handler):
-            handler(signum, frame)
-
-    replaced = {}
-    if threading.current_thread() is threading.main_thread():
-        replaced = {signum: handler for signum, handler in handlers.items() if callable(handler)}
-    for signum in replaced:
-        signal.signal(signum, hold)
-    try:
-        yield
-    finally:
-        for signum, handler in replaced.items():
-            signal.signal(signum, handler)
-    for signum, frame in held[:1]:
-        replaced[signum](signum, frame)
+        return self._executor.finish(self._handle)

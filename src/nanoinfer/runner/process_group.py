@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
     ReduceOp,
-    Store,
-    TCPStore,
 )
 
 from nanoinfer.errors import RankError
@@ -97,6 +96,10 @@ class DistributedGroup(Group):
                 work.wait()
         except RuntimeError as error:
             raise RankError(f"an exchange between ranks failed: {_first_line(error)}") from error
+
+    def abort(self) -> None:
+        if self._device.type == "cuda":  # gloo fails by itself when a connection closes or its time is up
+            self._backend.abort()
 
     def close(self) -> None:
         self._backend.shutdown()

@@ -92,6 +92,9 @@ class Ranks:
         for worker in self._workers:
             worker.channel.send(kind, payload)
 
+    def streams(self) -> list[socket.socket]:
+        return [worker.channel.stream for worker in self._workers]
+
     def limit_sending(self, seconds: float) -> None:
         for worker in self._workers:
             worker.channel.stream.settimeout(seconds)
@@ -182,6 +185,12 @@ class Ranks:
                 except subprocess.TimeoutExpired:
                     pass
         self.kill()
+
+    def end_processes(self) -> None:
+        """`kill` for another thread: does not wait, and leaves the rest to the main thread."""
+        for worker in self._workers:
+            if worker.process is not None and worker.process.returncode is None:
+                os.kill(worker.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """End all ranks at once; returns when their processes are gone."""
