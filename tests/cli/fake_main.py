@@ -20,11 +20,18 @@ def slowly(step: int) -> None:
     time.sleep(0.01)
 
 
+def stuck(step: int) -> None:
+    """A step that does not end."""
+    while True:
+        time.sleep(0.01)
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "endless": {"reply": lambda prompt: "word " * 400, "before_step": slowly},
     "thinks": {"reply": lambda prompt: "<think>\nlet me see\n</think>\n\n" + shout(prompt)},
     "thinks-long": {"reply": lambda prompt: "<think>" + "hm " * 600, "before_step": slowly},
     "rude": {"reply": lambda prompt: "\x1b[2J\x1b[31mred\x1b]0;title\x07"},
+    "stuck": {"before_step": stuck},
     "small": {"max_model_len": 100},
     "no-system": {"tokenizer": ByteTokenizer(system_role=False)},
 }

@@ -115,54 +115,6 @@ def test_control_characters_in_results_are_escaped(nanoinfer: Program) -> None:
     assert not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in result.out.rstrip("\n"))
 
 
-def test_openai_batch_envelopes(nanoinfer: Program, tmp_path: Path) -> None:
-    def line(name: str, body: dict[str, Any], url: str = "/v1/chat/completions") -> dict[str, Any]:
-        return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "gpt-x", **body}}
-
-    source = write_lines(
-        tmp_path / "in.jsonl",
-        line("chat", {"messages": HI, "logprobs": True, "top_logprobs": 1}),
-        line("raw", {"prompt": "abc"}, "/v1/completions"),
-        line("bad", {"messages": HI, "tools": [{}]}),
-        line("long", {"prompt": "x" * 5000}, "/v1/completions"),
-    )
-    result = nanoinfer("generate", "-f", source, "-o", tmp_path / "out.jsonl")
-    assert result.code == 3
-    chat, raw, bad, long = read_lines(tmp_path / "out.jsonl")
-    for record in (chat, raw, bad, long):
-        assert set(record) == {"id", "custom_id", "response", "error"}
-        assert set(record["response"]) == {"status_code", "request_id", "body"}
-        assert record["error"] is None
-        assert record["id"].startswith("batch_req_")
-    body = chat["response"]["body"]
-    assert (body["object"], body["model"]) == ("chat.completion", "fake")
-    [choice] = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "HELLO", "refusal": None}
-    assert choice["logprobs"]["content"][0] == {
-        "token": "H",
-        "logprob": -0.5,
-        "bytes": [72],
-        "top_logprobs": [{"token": "H", "logprob": -0.5, "bytes": [72]}],
-    }
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert (raw["response"]["body"]["object"], raw["response"]["body"]["choices"][0]["text"]) == (
-        "text_completion",
-        "ABC",
-    )
-    for record, code in ((bad, "unsupported_field"), (long, "prompt_too_long")):
-        assert record["response"]["status_code"] == 400
-        error = record["response"]["body"]["error"]
-        assert (error["type"], error["code"]) == ("invalid_request_error", code)
-    assert "note: lines ask for 'gpt-x'; all are answered by fake." in result.err
-
-
-def test_ids_of_batch_records_are_the_same_in_every_run(nanoinfer: Program, tmp_path: Path) -> None:
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": HI}}
-    source = write_lines(tmp_path / "in.jsonl", line)
-    first, second = (json.loads(nanoinfer("generate", "-f", source).out) for _ in range(2))
-    assert (first["id"], first["response"]["request_id"]) == (second["id"], second["response"]["request_id"])
-
-
 def test_the_summary_document(nanoinfer: Program, prompts: Path, tmp_path: Path) -> None:
     summary = json.loads(nanoinfer("generate", "-f", prompts, "-o", tmp_path / "o", "--json").out)
     assert (summary["requests"], summary["failed"], summary["output_tokens"]) == (3, 0, 4 + 6 + 3)
@@ -245,6 +197,14 @@ def test_prompts_that_are_too_long_are_found_before_the_load(nanoinfer: Program,
         (3, "prompt_too_long"),
     ]
     assert "has 2048 tokens, but this model takes 2048 with at least one for the answer" in problems[1]["message"]
+
+
+def test_a_run_in_which_every_line_fails_is_no_success(nanoinfer: Program, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", *[{"prompt": "z" * 3000}] * 2)
+    result = nanoinfer("generate", "-f", source)
+    assert result.code == 3
+    assert [json.loads(line)["error"]["code"] for line in result.out.splitlines()] == ["prompt_too_long"] * 2
+    assert "0 answers, 2 failed" in result.err
 
 
 def test_skip_leaves_bad_lines_out(nanoinfer: Program, tmp_path: Path) -> None:

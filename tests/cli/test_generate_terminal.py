@@ -59,3 +59,16 @@ def test_control_c_says_where_the_results_are(tmp_path: Path) -> None:
     assert not out.exists()
     _, result = (tmp_path / "out.jsonl.partial").read_text().splitlines()
     assert json.loads(result)["record"]["index"] == 0
+
+
+def test_the_first_control_c_says_what_it_waits_for_and_the_second_leaves_at_once(tmp_path: Path) -> None:
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    child = start(tmp_path, ["stuck"], ["-f", str(prompts), "-o", str(out)])
+    child.expect("0 of 1 done")
+    child.sendintr()
+    child.expect("stopping after this step; Ctrl-C again leaves at once")
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from nanoinfer.cli.durable import put_in_place
+from nanoinfer.cli.durable import put_in_place, sync
 from nanoinfer.cli.output_path import device, is_standard_output, regular_target
 from nanoinfer.errors import EngineError, UserError
 from nanoinfer.ui.console import Console
@@ -44,7 +44,8 @@ class DocumentFile:
                 with self._temporary.open("xb") as out:
                     out.write(data)
                     out.flush()
-                    put_in_place(out.fileno(), self._temporary, self._target)
+                    sync(out.fileno())
+                put_in_place(self._temporary, self._target)
             finally:
                 self._temporary.unlink(missing_ok=True)
         except OSError as error:

@@ -49,12 +49,21 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def put_in_place(fd: int, temporary: Path, target: Path) -> None:
-    """Give the finished file `temporary`, open as `fd`, the name `target` in one step, with the mode of what it
-    replaces."""
-    if target.exists() and hasattr(os, "fchmod"):
-        os.fchmod(fd, target.stat().st_mode & 0o7777)
+def sync(fd: int) -> None:
+    """Put a file's content on disk."""
+    if fcntl is not None and hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync stops at the drive's own cache
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+        except OSError:
+            pass  # a file system that does not know it
     os.fsync(fd)
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Give the file `temporary`, which is on disk, the name `target` in one step, with the mode of what it replaces."""
+    if target.exists():
+        temporary.chmod(target.stat().st_mode & 0o7777)
     os.replace(temporary, target)
     sync_folder(target.parent)
 
@@ -62,7 +71,7 @@ def put_in_place(fd: int, temporary: Path, target: Path) -> None:
 class GroupSync:
     """Syncs a file to disk soon after writes, many at a time, in a thread of its own: the writer never waits."""
 
-    def __init__(self, fd: int, *, delay: float = SYNC_DELAY_S, sync: Callable[[int], None] = os.fsync) -> None:
+    def __init__(self, fd: int, *, delay: float = SYNC_DELAY_S, sync: Callable[[int], None] = sync) -> None:
         self.error: OSError | None = None  # of the last sync; what was written since the one before may be lost
         self._fd = fd
         self._delay = delay

@@ -193,7 +193,7 @@ class _Job:
                 builder,
                 session.services.clock,
                 lambda: Requests(len(self._batch.entries), totals.done, totals.failed),
-                warning=lambda: totals.failures[-1] if totals.failures else None,
+                warning=self._last_warning,
                 keep=True,
                 one_line=a_person_reads,
             )
@@ -206,6 +206,11 @@ class _Job:
             with display, monitor.also(display.observe, after_tick=display.tick):
                 run.run(session.interrupts, monitor.tick)
             return session.services.clock() - started
+
+    def _last_warning(self) -> str | None:
+        if self._session.interrupts.requested:
+            return "stopping after this step; Ctrl-C again leaves at once"
+        return self._totals.failures[-1] if self._totals.failures else None
 
     def _begin(self, sink: ResultsFile, parameters: dict[str, Any]) -> None:
         """Start the partial file, or go on with it if what only the loaded model knows is the same as well."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.cli.durable import GroupSync, lock, sync_folder, write_all
+from nanoinfer.cli.durable import GroupSync, lock, sync, sync_folder, write_all
 from nanoinfer.errors import UserError
 
 FORMAT, VERSION = "nanoinfer results", 1
@@ -87,7 +87,7 @@ class PartialFile:
         self.results, self.unreadable, self.is_foreign, self._end, self._needs_newline = {}, 0, False, 0, False
         self.header = {"format": FORMAT, "version": VERSION, **header}
         self._append(json.dumps(self.header).encode() + b"\n")
-        os.fsync(self._fd)
+        sync(self._fd)
         sync_folder(self.path.parent)
         self._sync = GroupSync(self._fd)
 
@@ -133,16 +133,18 @@ class PartialFile:
             return
         if self._sync is not None:
             self._sync.close()
-        if remove:
+        if remove and os.name != "nt":
             self.path.unlink(missing_ok=True)  # while it is still held: nobody can have begun to use it
         os.close(self._fd)
         self._fd = -1
+        if remove and os.name == "nt":
+            self.path.unlink(missing_ok=True)  # an open file cannot be removed there
 
 
 def _open_locked(path: Path) -> int:
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}; choose another output.") from error
         try:

@@ -7,13 +7,14 @@ touched.
 
 from __future__ import annotations
 
+import errno
 import filecmp
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.cli.durable import put_in_place
+from nanoinfer.cli.durable import put_in_place, sync
 from nanoinfer.cli.options import Order
 from nanoinfer.cli.output_path import device, is_standard_output, partial_path, regular_target
 from nanoinfer.cli.partial_file import VERSION, Kept, PartialFile
@@ -137,12 +138,12 @@ class ResultsFile:
                 for kept in self._in_order():
                     out.write(self.earlier.record(kept) + b"\n")
                 out.flush()
-                if self.is_taken:
-                    # A run that was killed between the last two steps has left its result and all that it was made of.
-                    if not filecmp.cmp(temporary, self._target, shallow=False):
-                        raise UserError(f"{self.path} has been written by something else; move it away, and resume.")
-                else:
-                    put_in_place(out.fileno(), temporary, self._target)
+                sync(out.fileno())
+            if not self.is_taken:
+                put_in_place(temporary, self._target)
+            # A run that was killed between the last two steps has left its result and all that it was made of.
+            elif not filecmp.cmp(temporary, self._target, shallow=False):
+                raise UserError(f"{self.path} has been written by something else; move it away, and resume.")
             self.earlier.close(remove=True)
         except OSError as error:
             raise self._failed(error) from error
@@ -160,4 +161,7 @@ class ResultsFile:
         return self.earlier.path if has_results and self.earlier.path.exists() else None
 
     def _failed(self, error: OSError) -> EngineError:
-        return EngineError(f"cannot write {self.earlier.path}: {error.strerror}; the results before that are in it.")
+        advice = " Make room on the disk, then resume." if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        return EngineError(
+            f"cannot write {self.earlier.path}: {error.strerror}; the results before that are in it.{advice}"
+        )
