@@ -142,7 +142,7 @@ def test_frames_come_at_most_four_times_a_second_and_take_under_one_percent() ->
     assert pause_after(0.0, 10.0) == 0.25
     assert pause_after(0.060, 10.0) == 0.25
     assert pause_after(0.066, 10.0) == pytest.approx(1.0)
-    assert pause_after(5.0, 10.0) == 2.0, "a slow machine still sees something"
+    assert pause_after(5.0, 10.0) == 5.0, "a slow machine still sees something"
 
 
 def test_a_frame_costs_about_a_millisecond() -> None:

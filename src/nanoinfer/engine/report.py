@@ -39,7 +39,7 @@ def step_event(
         blocks_free=blocks.num_free_blocks - blocks.num_cached_blocks,
         evictions=evictions,
         preemptions=step.preemptions,
-        emitted=tuple((seq.request_id, 1) for seq in grown),
+        emitted=tuple([seq.one_token for seq in grown]),
         finished=tuple(_finished(seq) for seq in finished),
         schedule_ms=schedule_s * 1e3,
         device_ms=result.device_ms,

@@ -48,6 +48,7 @@ class Sequence:
         "num_preemptions",
         "num_published_blocks",
         "num_tokens",
+        "one_token",
         "prompt_len",
         "request_id",
         "row",
@@ -74,6 +75,7 @@ class Sequence:
         seed: int = 0,
     ) -> None:
         self.request_id = request_id
+        self.one_token = (request_id, 1)  # its part of StepEvent.emitted, the same object in every event
         self.index = index
         self.arrival_order = arrival_order
         self.token_ids = list(prompt_token_ids)

@@ -9,7 +9,7 @@ from typing import TextIO
 
 FRAME_S = 0.25  # at most four frames a second
 # The thread's share of the processor time, kept by drawing less often where frames are dear, but at least this often.
-CPU_SHARE, SLOWEST_FRAME_S = 0.006, 2.0
+CPU_SHARE, SLOWEST_FRAME_S = 0.006, 5.0
 
 Size = Callable[[], tuple[int, int]]  # the terminal's columns and lines
 Draw = Callable[[int, int], str]  # columns, lines -> a frame
