@@ -118,7 +118,7 @@ def live() -> Text:
     arguments = [
         *("bench", "smollm2", "--dataset", "prefix-repetition", "--num-prefixes", "3", "--prefix-len", "64"),
         *("--input-len", "16", "--output-len", "16:64", "--num-prompts", "40", "--max-num-seqs", "8"),
-        *("--max-concurrency", "10", "--num-blocks", "80", "--goodput", "ttft:4000", "tpot:400"),
+        *("--max-concurrency", "10", "--num-blocks", "80", "--goodput", "ttft:8000", "tpot:800"),
     ]
     terminal = Terminal(arguments, 100, 32)
     terminal.until(lambda screen: (done := re.search(r"(\d+) of 40 done", screen)) and int(done[1]) >= 26)
