@@ -135,6 +135,7 @@ def test_lines_may_move_and_come_but_not_change_or_go(batch: Batch) -> None:
     batch.write(new, *reversed(LINES))
     assert batch.run("--resume").code == 0
     assert batch.texts() == ["N", "EEE", "DDDDDDDD", "CC", "BBBBBBBBB", "A"]
+    assert [record["index"] for record in read_lines(batch.out)] == list(range(6))
 
     batch.out.unlink()
     batch.write(*LINES)
@@ -147,7 +148,7 @@ def test_lines_may_move_and_come_but_not_change_or_go(batch: Batch) -> None:
     for problem in ("line 1 (id 'a') has changed", "line 3 (id 'c') has changed", "id 'e' is no longer there"):
         assert problem in result.err
     assert "3 answered lines of" in result.err
-    assert "put them back as they were" in result.err
+    assert "put back what was there" in result.err
     assert batch.partial.read_bytes() == before
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import filecmp
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from nanoinfer.cli.durable import put_in_place, sync
 from nanoinfer.cli.options import Order
 from nanoinfer.cli.output_path import device, is_standard_output, partial_path, regular_target
 from nanoinfer.cli.partial_file import VERSION, Kept, PartialFile
+from nanoinfer.cli.records import to_json_line
 from nanoinfer.cli.result_sink import StreamResults
 from nanoinfer.errors import EngineError, UserError
 from nanoinfer.ui.console import Console
@@ -73,6 +75,7 @@ class ResultsFile:
         self._overwrite = overwrite
         self._labels: list[tuple[str, str]] = []
         self._done: dict[int, Kept] = {}  # by index of the input line
+        self._from_before: set[int] = set()
         self.earlier = PartialFile(partial_path(self._target))
 
     def check_earlier(self, resume: bool) -> None:
@@ -91,7 +94,7 @@ class ResultsFile:
         if partial.results and not resume:
             raise UserError(
                 f"{name} has {plural(len(partial.results), 'result')} of a run that was interrupted; give --resume to "
-                "go on with it, or --overwrite to drop them and start over."
+                "go on with it, or --overwrite to start over."
             )
         if partial.header is not None:
             self._overwrite = bool(partial.header.get("overwrite"))  # the interrupted run was allowed to
@@ -107,6 +110,7 @@ class ResultsFile:
     def keep(self, kept: Mapping[int, Kept]) -> None:
         """Take these results of the earlier run over, by index of the input line."""
         self._done.update(kept)
+        self._from_before.update(kept)
 
     def begin(self, header: Mapping[str, Any], labels: list[tuple[str, str]]) -> None:
         """Start the partial file with `header`, or go on with it if results were kept.
@@ -135,8 +139,8 @@ class ResultsFile:
         temporary = self.earlier.path.with_name(self.earlier.path.name + ".sorted")
         try:
             with temporary.open("wb") as out:
-                for kept in self._in_order():
-                    out.write(self.earlier.record(kept) + b"\n")
+                for index, kept in self._in_order():
+                    out.write(self._line(index, kept))
                 out.flush()
                 sync(out.fileno())
             if not self.is_taken:
@@ -150,10 +154,18 @@ class ResultsFile:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _in_order(self) -> Iterator[Kept]:
+    def _line(self, index: int, kept: Kept) -> bytes:
+        line = self.earlier.record(kept) + b"\n"
+        if index in self._from_before:
+            record = json.loads(line)
+            if record.get("index", index) != index:  # its input line has moved since
+                line = to_json_line(record | {"index": index})
+        return line
+
+    def _in_order(self) -> Iterator[tuple[int, Kept]]:
         done = self._done.items() if self._keep_failures else [(i, k) for i, k in self._done.items() if not k.failed]
         by_input = self._order == "input"
-        yield from (kept for _, kept in sorted(done, key=lambda item: item[0] if by_input else item[1].offset))
+        yield from sorted(done, key=lambda item: item[0] if by_input else item[1].offset)
 
     def abandon(self) -> Path | None:
         has_results = bool(self.earlier.results)

@@ -105,7 +105,7 @@ def _refuse_other_lines(console: Console, batch: Batch, output: ResultsFile, mat
     if len(problems) > MAX_SHOWN:
         console.more(f"  ... and {len(problems) - MAX_SHOWN} more")
     raise UserError(
-        f"{plural(len(problems), 'answered line')} of {batch.name} changed or went; put them back as they were (new "
+        f"{plural(len(problems), 'answered line')} of {batch.name} changed or went; put back what was there (new "
         "lines are welcome), or start over with --overwrite."
     )
 
