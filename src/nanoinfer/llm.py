@@ -309,6 +309,7 @@ def _open_data_plane(
     from nanoinfer.loading.weights import fill_weights
     from nanoinfer.models.partition import check_splits
     from nanoinfer.runner.ranks import Ranks
+    from nanoinfer.runner.torchrun import Launch, accept, rendezvous
 
     if config.tensor_parallel_size == 1:
         from nanoinfer.runner.build import build_data_plane
@@ -322,7 +323,17 @@ def _open_data_plane(
         )
         return plane, LocalExecutor(plane.runner)
     check_splits(model_config, config.tensor_parallel_size)
-    ranks = Ranks.start(config.tensor_parallel_size)
+    launch, store = Launch.from_environment(), None
+    if launch is None:
+        ranks = Ranks.start(config.tensor_parallel_size)
+    else:
+        launch.check(config.tensor_parallel_size)
+        if launch.rank > 0:
+            from nanoinfer.worker import join
+
+            raise SystemExit(join(launch))
+        store = rendezvous()
+        ranks = accept(store, launch, config.tp_timeout)
     try:
         from nanoinfer.runner.parallel import build_parallel
 
@@ -335,7 +346,9 @@ def _open_data_plane(
             model_config,
             _resolve_device(config),
             ranks,
+            store,
             folder=folder,
+            launch=launch,
             load=lambda slots: fill_weights(slots, folder, config.load_format, config.seed, notify_and_check),
         )
     except BaseException:

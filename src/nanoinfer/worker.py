@@ -1,6 +1,7 @@
 """The program of ranks 1, 2, ... of tensor parallelism: builds its part of the data plane and runs the steps it hears.
 
-Started by `runner.ranks` as `python -m nanoinfer.worker FD`, where FD is its end of the channel to rank 0.
+Started by `runner.ranks` as `python -m nanoinfer.worker FD`, where FD is its end of the channel to rank 0; or it is any
+program that torchrun has started with a rank above 0, which calls `join`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import NanoinferError, RankError
 from nanoinfer.models.partition import Partition
 from nanoinfer.runner.channel import STEP, Channel, decode_batch
+from nanoinfer.runner.torchrun import Launch, connect, rendezvous
 
 if TYPE_CHECKING:
     from nanoinfer.engine.batch import StepHandle
@@ -33,15 +35,22 @@ MAX_IN_FLIGHT = 2  # as many steps as rank 0 has under way
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what Ctrl-C means
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    threading.Thread(target=_leave_with_rank_0, args=(channel.stream,), daemon=True).start()
     # Without Python's own tidying up, which with torch takes longer than a second: nothing is left to be tidied.
     os._exit(run(channel))
 
 
-def run(channel: Channel) -> int:
+def join(launch: Launch) -> int:
+    """Serve as the rank that `launch` says until rank 0 ends it; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    store = rendezvous()
+    return run(connect(store, launch), launch, store)
+
+
+def run(channel: Channel, launch: Launch | None = None, store: Any = None) -> int:
     """Serve until rank 0 ends it; returns the exit code. A failure is reported to rank 0, not printed."""
+    threading.Thread(target=_leave_with_rank_0, args=(channel.stream,), daemon=True).start()
     try:
-        _serve(channel)
+        _serve(channel, launch, store)
     except EOFError:
         return 1
     except Exception as error:
@@ -50,7 +59,7 @@ def run(channel: Channel) -> int:
     return 0
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
     import torch  # rank 0 is importing it too
 
     from nanoinfer.runner.process_group import DistributedGroup, open_store
@@ -59,15 +68,14 @@ def _serve(channel: Channel) -> None:
     setup = channel.receive_report()
     torch.set_num_threads(setup["threads"])
     partition = Partition(setup["rank"], setup["size"])
-    device = torch.device(setup["device"])
-    host, port = setup["store"]
-    group = DistributedGroup(
-        open_store(partition, (host, port), setup["timeout_s"]),
-        partition,
-        device,
-        ranks_on_host=setup["ranks_on_host"],
-        timeout_s=setup["timeout_s"],
-    )
+    device, timeout_s, ranks_on_host = torch.device(setup["device"]), setup["timeout_s"], setup["size"]
+    if launch is None:
+        store = open_store(partition, tuple(setup["store"]), timeout_s)
+    else:
+        ranks_on_host = launch.ranks_on_host
+        if device.type == "cuda":
+            device = torch.device("cuda", launch.local_rank)
+    group = DistributedGroup(store, partition, device, ranks_on_host=ranks_on_host, timeout_s=timeout_s)
     plane = _build(channel, setup, device, group)
     channel.send_report(stage="ready")
     in_flight: deque[StepHandle] = deque()

@@ -73,10 +73,10 @@ if FAULT.startswith("start-"):
 serve = worker._serve
 
 
-def faulty_serve(channel):  # type: ignore[no-untyped-def]
+def faulty_serve(*arguments):  # type: ignore[no-untyped-def]
     break_steps()
     break_load()
-    serve(channel)
+    serve(*arguments)
 
 
 worker._serve = faulty_serve

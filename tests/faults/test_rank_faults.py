@@ -270,6 +270,18 @@ def test_killed_parents_leave_no_ranks(model: Path, log: Log):
     log.assert_all_gone()
 
 
+def test_ranks_that_torchrun_starts(model: Path):
+    """Over TCP and the environment's own rendezvous, as between hosts; the others leave the command line to rank 0."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nanoinfer",
+        "bench", "-m", str(model), "--load-format", "dummy", "--device", "cpu", "--num-blocks", "64", "--num-prompts",
+        "2", "--input-len", "5", "--output-len", "4", "--json", "--tp", "2",
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["completed"] == 2
+
+
 def test_nothing_is_in_shared_memory_and_no_port_is_open_to_the_network(model: Path, log: Log):
     """Full /dev/shm, or a port in use, can then not matter."""
     before = set(os.listdir("/dev/shm"))

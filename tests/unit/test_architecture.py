@@ -25,10 +25,11 @@ MAY_IMPORT = {
         "runner", "models", "layers", "attention", "kernels", "errors", "config", "engine.batch", "engine.info",
     },
     "ui": {"ui", "engine.events", "engine.metrics", "engine.latency", "engine.info", "errors"},
-    "llm": {"engine", "runner", "loading", "config", "errors", "models.config", "models.partition"},
+    "llm": {"engine", "runner", "loading", "config", "errors", "models.config", "models.partition", "worker"},
     "worker": {"runner", "loading", "config", "errors", "models.partition", "models.weights", "engine.batch"},
     "cli": {
-        "cli", "ui", "config", "errors", "models.config", "models.partition", "runner.memory", "loading", "llm",
+        "cli", "ui", "config", "errors", "models.config", "models.partition", "runner.memory", "runner.torchrun",
+        "worker", "loading", "llm",
         "engine.trace", "engine.metrics", "engine.latency", "engine.events", "engine.outputs", "engine.batch",
         "engine.chat_template", "engine.cache_snapshot", "engine.info", "engine.tokenizer",
     },
@@ -40,7 +41,8 @@ ENGINE_PACKAGES = {"numpy", "xxhash", "tokenizers", "jinja2", "transformers"}
 PURE = [
     "nanoinfer", "nanoinfer.errors", "nanoinfer.config", "nanoinfer.llm", "nanoinfer.models.config",
     "nanoinfer.models.weights", "nanoinfer.models.partition", "nanoinfer.runner.memory", "nanoinfer.runner.input_batch",
-    "nanoinfer.runner.channel", "nanoinfer.runner.ranks", "nanoinfer.worker", "nanoinfer.cli.app",
+    "nanoinfer.runner.channel", "nanoinfer.runner.ranks", "nanoinfer.runner.torchrun", "nanoinfer.worker",
+    "nanoinfer.cli.app",
     *sorted(f"nanoinfer.{p.parent.name}.{p.stem}" for p in MODULES if p.parent.name in ("engine", "ui", "loading")
             and p.stem != "__init__"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from typing import Annotated
@@ -54,8 +55,19 @@ command(app, "bench", bench.BenchCommand)(bench.bench)
 command(app, "inspect-cache")(inspect_cache.inspect_cache)
 
 
+def _serve_as_rank() -> None:
+    """Where torchrun started this process as another rank than 0: that one has the command line and the files."""
+    from nanoinfer.runner.torchrun import Launch
+    from nanoinfer.worker import join
+
+    if (launch := Launch.from_environment()) is not None:
+        sys.exit(join(launch))
+
+
 def main(arguments: list[str] | None = None, services: Services | None = None) -> None:
     """Entry point; leaves through SystemExit with the exit code. `services` is for tests."""
+    if os.environ.get("RANK", "0") != "0":
+        _serve_as_rank()
     words = tuple(sys.argv[1:] if arguments is None else arguments)
     try:
         app(arguments, prog_name="nanoinfer", obj=replace(services or Services(), arguments=words))

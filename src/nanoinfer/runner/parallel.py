@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from nanoinfer.runner.build import DataPlane, LoadWeights, build_data_plane
 from nanoinfer.runner.parallel_executor import ParallelExecutor
 from nanoinfer.runner.process_group import DistributedGroup, open_store
 from nanoinfer.runner.ranks import Ranks
+from nanoinfer.runner.torchrun import Launch
 
 
 def build_parallel(
@@ -25,37 +27,42 @@ def build_parallel(
     model_config: ModelConfig,
     device: torch.device,
     ranks: Ranks,
+    store: Any = None,
     *,
     folder: Path,
     load: LoadWeights,
+    launch: Launch | None = None,
 ) -> tuple[DataPlane, ParallelExecutor]:
     """Build every rank's part at the same time; `load` is rank 0's, the others read `folder` themselves.
 
-    Errors are those of `build_data_plane`, and EngineError if a rank fails. The caller ends the ranks then.
+    `store` and `launch` are given where somebody else has started the ranks. Errors are those of `build_data_plane`,
+    and EngineError if a rank fails. The caller ends the ranks then.
     """
     size = config.tensor_parallel_size
-    devices = rank_devices(device, size)
-    threads, restore_threads = _threads_per_rank(device, size)
+    ranks_on_host = size if launch is None else launch.ranks_on_host
+    devices = rank_devices(device, ranks_on_host)
+    threads, restore_threads = _threads_per_rank(device, ranks_on_host)
     torch.set_num_threads(threads)
     partition = Partition(0, size)
     try:
         ranks.wait_for("started")  # from here on the ranks are together, and time limits count
-        store = open_store(partition, None, config.tp_timeout)
+        store = store or open_store(partition, None, config.tp_timeout)
         ranks.tell(
             lambda rank: {
                 "rank": rank,
                 "size": size,
-                "ranks_on_host": size,
-                "device": str(devices[rank]),
+                "device": str(devices[rank] if launch is None else device),
                 "threads": threads,
-                "store": [store.host, store.port],
+                "store": [store.host, store.port] if launch is None else None,
                 "timeout_s": config.tp_timeout,
                 "folder": str(folder),
                 "config": asdict(config),
             }
         )
         group = ranks.watching(
-            lambda: DistributedGroup(store, partition, devices[0], ranks_on_host=size, timeout_s=config.tp_timeout)
+            lambda: DistributedGroup(
+                store, partition, devices[0], ranks_on_host=ranks_on_host, timeout_s=config.tp_timeout
+            )
         )
 
         def load_together(slots: Mapping[str, WeightSlot]) -> None:

@@ -167,8 +167,8 @@ class Ranks:
         silent = [str(worker.rank) for worker in self._workers if not worker.is_failed]
         if silent:
             which = f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
-            return EngineError(f"{which} did not answer in time (--tp-timeout); the engine has stopped. {error or ''}")
-        return EngineError(f"the ranks lost each other; the engine has stopped. {error or ''}")
+            return EngineError(f"{which} did not answer in time (--tp-timeout); the engine has stopped.")
+        return EngineError(f"the ranks lost each other; the engine has stopped. {error or ''}".strip())
 
     def stop(self) -> None:
         """Ask all ranks to end, and end those that do not."""
@@ -179,11 +179,10 @@ class Ranks:
                 pass
         deadline = time.monotonic() + STOP_PATIENCE_S
         for worker in self._workers:
-            if worker.process is not None:
-                try:
-                    worker.process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    pass
+            try:
+                _wait_for_end(worker, max(0.01, deadline - time.monotonic()))
+            except (OSError, subprocess.TimeoutExpired):
+                pass
         self.kill()
 
     def end_processes(self) -> None:
@@ -195,6 +194,14 @@ class Ranks:
     def kill(self) -> None:
         """End all ranks at once; returns when their processes are gone."""
         _kill(self._workers)
+
+
+def _wait_for_end(worker: Worker, seconds: float) -> None:
+    if worker.process is not None:
+        worker.process.wait(seconds)
+    else:
+        worker.channel.stream.settimeout(seconds)
+        worker.channel.stream.recv(1)  # it has nothing to say, so this is its end
 
 
 def _kill(workers: list[Worker]) -> None:
