@@ -23,7 +23,6 @@ _CODE_THEME = "ansi_dark"
 _THEME = Theme(
     {
         "markdown.code": "cyan",
-        "markdown.code_block": "cyan",
         "markdown.item.bullet": "none",
         "markdown.item.number": "none",
         "markdown.h1": "bold underline",
@@ -47,11 +46,23 @@ class _Heading(markdown.Heading):
 
 
 class _Code(markdown.CodeBlock):
-    """Code inside another block, such as a list item: without a frame, so that it can be copied."""
+    """Code inside another block, such as a list item: between its fences, without a frame, so that it can be copied."""
+
+    @classmethod
+    def create(cls, markdown: markdown.Markdown, token: Token) -> _Code:
+        code = cls(_language(token.info), markdown.code_theme)
+        code.fences = (token.markup + token.info, token.markup)
+        return code
+
+    fences = ("", "")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        code = str(self.text).rstrip("\n")
-        yield _highlight(code, self.lexer_name) if self.lexer_name != "text" else Text(code, self.style)
+        opening, closing = self.fences
+        if opening:
+            yield Text(opening, "dim")
+        yield _highlight(str(self.text).rstrip("\n"), self.lexer_name)
+        if closing:
+            yield Text(closing, "dim")
 
 
 class _Item(markdown.ListItem):
@@ -81,13 +92,6 @@ class _Quote(markdown.BlockQuote):
             yield Segment.line()
 
 
-class _Image(markdown.ImageItem):
-    """A picture cannot be shown here: its description and where it is."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(f"[{self.text.plain}] ({self.destination})", end="")
-
-
 class _Markdown(markdown.Markdown):
     elements = {  # noqa: RUF012  as in the class it extends
         **markdown.Markdown.elements,
@@ -96,7 +100,6 @@ class _Markdown(markdown.Markdown):
         "code_block": _Code,
         "list_item_open": _Item,
         "blockquote_open": _Quote,
-        "image": _Image,
     }
 
     def __init__(self, text: str) -> None:
@@ -108,14 +111,22 @@ def _harmless(tokens: list[Token]) -> list[Token]:
     """The tokens with nothing in them that drives a terminal (an entity such as &#13; becomes a character only here),
     and with line ends kept: what a model writes on two lines, such as a verse, stands on two lines."""
     for token in tokens:
-        token.content = visible(token.content)
+        token.content, token.info = visible(token.content), visible(token.info)
         for name, value in token.attrs.items():
             if isinstance(value, str):
                 token.attrs[name] = visible(value)
         if token.type == "softbreak":
             token.type = "hardbreak"
+        elif token.type == "image":  # as it was written: it cannot be shown, and Rich moves it out of its sentence
+            token.type, token.tag = "text", ""
+            token.content, token.children = f"![{token.content}]({token.attrs['src']})", None
         _harmless(token.children or [])
     return tokens
+
+
+def _language(info: str) -> str:
+    """The language of a fenced code block, from what stands behind its fence."""
+    return info.strip().partition(" ")[0].lower()
 
 
 def _highlight(code: str, language: str) -> Text:
@@ -142,7 +153,7 @@ class BlockRenderer:
             return self._render_markdown(block.text, width)
         if block.kind == "fence":
             self._code = []
-            self._language = block.text.strip().lstrip("`~").strip().partition(" ")[0].lower()
+            self._language = _language(block.text.strip().lstrip("`~"))
             return self._styled([Segment(visible(block.text), Style(dim=True))])
         self._code.append(visible(block.text))
         if not self._language or len(self._code) > _MOST_COLOURED_LINES:
