@@ -26,10 +26,15 @@ def stuck(step: int) -> None:
         time.sleep(0.01)
 
 
+# A paragraph of numbered words between other blocks.
+STORY = "# Title\n\nsome **bold** text\n\n" + " ".join(f"w{i}" for i in range(120)) + "\n\n- *last* item\n"
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "endless": {"reply": lambda prompt: "word " * 400, "before_step": slowly},
     "thinks": {"reply": lambda prompt: "<think>\nlet me see\n</think>\n\n" + shout(prompt)},
     "thinks-long": {"reply": lambda prompt: "<think>" + "hm " * 600, "before_step": slowly},
+    "markdown": {"reply": lambda prompt: STORY},
+    "markdown-slowly": {"reply": lambda prompt: STORY, "before_step": slowly},
     "rude": {"reply": lambda prompt: "\x1b[2J\x1b[31mred\x1b]0;title\x07"},
     "stuck": {"before_step": stuck},
     "small": {"max_model_len": 100},

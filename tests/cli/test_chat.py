@@ -92,7 +92,7 @@ def test_commands(nanoinfer: Program) -> None:
         "/set [NAME [VALUE]]", "There is no answer yet.", "system prompt: be brief", "temperature is 0.25",
         "think is off", "stop is 'END'", "think off · thinking show · markdown on · stats off",
         "sampling: temperature 0.25, top_p 0.95, max_tokens none, stop 'END'", "conversation: 0 turns",
-        "last answer: 3 tok", "taken back: hi",
+        "\n3 tok · ", "taken back: hi",
     ):  # fmt: skip
         assert line in result.err, line
     assert re.search(r"KV pool .* 1,024 blocks of 4 tokens\n .* 0 active", result.err)  # the panel of /cache

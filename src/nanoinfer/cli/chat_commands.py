@@ -87,7 +87,7 @@ def _stats(chat: Chat, argument: str) -> None:
     if chat.engine.last is None:
         chat.console.say("There is no answer yet.")
         return
-    chat.console.say(f"last answer: {stats_line(chat.engine.last)}")
+    chat.console.say(stats_line(chat.engine.last, chat.columns))
     _panel(chat, stats_panel)
 
 
@@ -97,8 +97,7 @@ def _cache(chat: Chat, argument: str) -> None:
 
 def _panel(chat: Chat, panel: Callable[..., Text]) -> None:
     console = chat.console
-    columns = console.size()[0] if console.is_terminal else 80
-    shown = panel(chat.snapshot(), columns - 1, ASCII if console.ascii else UNICODE)
+    shown = panel(chat.snapshot(), min(chat.columns, 100) - 1, ASCII if console.ascii else UNICODE)
     console.styled(to_terminal(shown, colour=console.colour))
 
 

@@ -107,8 +107,9 @@ class ChatEngine:
         return Answer(splitter.answer, splitter.thinking, output, interrupted)
 
 
-def stats_line(output: RequestOutput) -> str:
-    """`128 tok · 41.2 tok/s · TTFT 83 ms · TPOT 24.3 ms · prompt 512 (448 cached, 88%) · stop`."""
+def stats_line(output: RequestOutput, columns: int = 200) -> str:
+    """`128 tok · 41.2 tok/s · TTFT 83 ms · TPOT 24.3 ms · prompt 512 (448 cached, 88%) · stop`; two lines where one
+    would not fit."""
     usage, timing, sample = output.usage, timing_fields(output), output.outputs[0]
     parts = [f"{usage.completion_tokens} tok"]
     if timing["tpot_ms"]:
@@ -120,4 +121,5 @@ def stats_line(output: RequestOutput) -> str:
     share = 100 * usage.cached_tokens / usage.prompt_tokens
     parts.append(f"prompt {usage.prompt_tokens} ({usage.cached_tokens} cached, {share:.0f}%)")
     parts.append("stopped" if sample.finish_reason == "abort" else sample.finish_reason)
-    return " · ".join(parts)
+    line = " · ".join(parts)
+    return line if len(line) < columns else line.replace(" · prompt", "\nprompt")

@@ -35,8 +35,9 @@ def _may_overwrite(chat: Chat, path: Path) -> bool:
         raise UserError(f"{path} is no file; choose another name.")
     if not chat.reader.interactive:
         raise UserError(f"{path} exists; choose another name.")
+    chat.console.say(f"{path} exists.")
     try:
-        answer = chat.reader.read(f"{text.one_line(str(path))} exists. Overwrite it? [y/N] ")
+        answer = chat.reader.read("Overwrite it? [y/N] ")
     except (EOFError, KeyboardInterrupt):
         answer = ""
     if answer.strip().lower() in ("y", "yes"):

@@ -59,6 +59,11 @@ class Chat:
         self._stdout = stdout or sys.stdout
         self._just_stopped = False  # the last thing that happened was an answer being stopped by Ctrl-C
 
+    @property
+    def columns(self) -> int:
+        """The width to write for."""
+        return self.console.size()[0] if self.console.is_terminal else 200
+
     def run(self) -> int:
         """Read and answer until the input ends or a command leaves."""
         while True:
@@ -144,7 +149,7 @@ class Chat:
         elif not answer.text:
             self.console.dim("[the model gave no answer; /regen asks again]")
         if output is not None and self.settings.stats:
-            self.console.dim(stats_line(output))
+            self.console.dim(stats_line(output, self.columns))
 
     def _explain_cut(self, answer: Answer, context_is_full: bool) -> None:
         if context_is_full:

@@ -86,6 +86,7 @@ class TerminalReader:
 
     def __init__(self, commands: Words, *, keep_history: bool) -> None:
         from prompt_toolkit import PromptSession
+        from prompt_toolkit.layout.processors import TabsProcessor
         from prompt_toolkit.output import create_output
 
         self._session: PromptSession[str] = PromptSession(
@@ -95,6 +96,7 @@ class TerminalReader:
             enable_open_in_editor=True,
             enable_suspend=True,
             key_bindings=self._bindings(),
+            input_processors=[TabsProcessor(char1=" ", char2=" ")],
             output=create_output(stdout=sys.stderr),
         )
 
@@ -122,7 +124,10 @@ class TerminalReader:
 
     def read(self, prompt: str) -> str:
         self.touched = False
-        return self._session.prompt(prompt, prompt_continuation="... ")
+        # A line that is too long for the terminal goes on at its left edge; it is one line all the same.
+        return self._session.prompt(
+            prompt, prompt_continuation=lambda width, line, wrapped_rows: "" if wrapped_rows else "... "
+        )
 
 
 def _completer(commands: Words) -> Any:
