@@ -56,7 +56,7 @@ def test_a_conversation_and_control_d(start: Start) -> None:
     child = start()
     child.send("hello\r")
     child.expect("HELLO\r\n")
-    child.expect(r"6 tok · .* prompt 22 \(0 cached, 0%\) · stop")
+    child.expect(r"6 tok · (.|\r\n)*prompt 22 \(0 cached, 0%\) · stop")
     child.expect(PROMPT)
     child.send("\x04")
     assert code_of(child) == 0
