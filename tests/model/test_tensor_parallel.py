@@ -148,6 +148,17 @@ def test_plain_steps_exchange_only_what_they_must(cases, monkeypatch):
             )
 
 
+def test_the_pool_is_what_the_poorest_rank_can_have(cases, monkeypatch):
+    """Each rank sized a pool of its own, and the scheduler used rank 0's."""
+    folder, prompts, expected = cases("qwen3-gqa2")
+    use_thread_ranks(monkeypatch)
+    budgets = iter([64 << 20, 3 << 20, 100 << 20, 50 << 20])
+    monkeypatch.setattr(build.memory, "cpu_kv_budget", lambda usable: next(budgets))
+    with LLM(folder, device="cpu", tensor_parallel_size=4) as llm:
+        assert llm.info.kv_bytes <= (3 << 20) // 4 < llm.info.kv_bytes + llm.info.kv_bytes // llm.info.num_blocks
+        assert llm.generate(prompts[1], GREEDY)[0].outputs[0].token_ids == expected[1]
+
+
 def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do(cases):
     folder, _, _ = cases("smollm2-gqa3-tied")
     with pytest.raises(ConfigError, match=r"^9 attention heads cannot be split over 2 ranks; .* --tp 1, 3 and 9\.$"):

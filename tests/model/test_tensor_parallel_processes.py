@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from test_tensor_parallel import GREEDY, SAMPLING, make_case
@@ -29,11 +32,22 @@ def test_greedy_and_sampled_ids_equal_those_of_one_process(case, tp, options):
     assert torch.get_num_threads() == threads
 
 
+def peak_memory(pid):
+    """The most bytes that a process has had, without what is mapped from files, which are torch's libraries."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    peak, mapped = (int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) for name in ("VmHWM", "RssFile"))
+    return (peak - mapped) << 10
+
+
 def test_smollm2_on_three_ranks(smollm2_folder):
     prompt = "The old lighthouse keeper climbed the stairs and"
     answers = []
     for tp in (1, 3):
         with LLM(str(smollm2_folder), device="cpu", num_blocks=64, tensor_parallel_size=tp) as llm:
             answers.append(llm.generate([prompt, prompt[:20]], GREEDY))
+            for worker in llm._executor._ranks._workers if tp > 1 else []:
+                assert peak_memory(worker.process.pid) < llm.info.weight_bytes + (
+                    300 << 20
+                )  # the whole file has 513 MiB
     texts = [[output.outputs[0].text for output in outputs] for outputs in answers]
     assert texts[0] == texts[1]
