@@ -97,7 +97,7 @@ def test_schedules_do_not_matter(cases, monkeypatch, options, overlapped):
 def overlapped_runner(model, attention, kv_caches, *, config, max_model_len, device):
     return OverlappedRunner(
         model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
-        device=device, use_graphs=False,
+        max_num_batched_tokens=config.max_num_batched_tokens, device=device, use_graphs=False,
     )  # fmt: skip
 
 

@@ -70,6 +70,7 @@ class DistributedGroup(Group):
         # On the current stream itself: no second stream to wait for, and simply a part of the graph under capture.
         for options in (self._sum, self._gather, self._broadcast):
             options.asyncOp = False
+        self.minimum(0)  # NCCL connects with the first operation; here it may still be waited for
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._finish(self._backend.allreduce, [x], self._sum)

@@ -18,7 +18,7 @@ from typing import Any
 
 from nanoinfer.runner.ranks import Ranks
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Watch:
@@ -53,7 +53,7 @@ class Watch:
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Hold back SIGINT and SIGTERM until the end: a rank that leaves a step in its middle leaves the others in it.
+        """Hold back signals until the end: a rank that leaves a step in its middle leaves the others in it.
 
         A second signal ends the other ranks, so that the step fails at once. Only the main thread hears signals.
         """
