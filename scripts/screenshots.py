@@ -128,13 +128,17 @@ def live() -> Text:
 
 def chat() -> Text:
     """Two turns: the second finds the first one's keys and values in the prefix cache."""
-    terminal = Terminal(["chat", "smollm2", "--temperature", "0"], 92, 40)
+    terminal = Terminal(["chat", "smollm2", "--temperature", "0"], 92, 60)
     terminal.until(lambda screen: "/help" in screen)
-    for turn, question in enumerate(("What is a KV cache? Two sentences.", "Why does it save time?"), 1):
+    questions = (
+        "Write a Python function that adds two numbers, and explain it in a short list.",
+        "Now for three numbers.",
+    )
+    for turn, question in enumerate(questions, 1):
         terminal.type(question)
         terminal.until(lambda screen, turn=turn: screen.count(" · TTFT ") >= turn)  # type: ignore[misc]
     terminal.type("/cache")
-    terminal.until(lambda screen: "blocks" in screen.rpartition("/cache")[2])
+    terminal.until(lambda screen: "pressure" in screen.partition("/cache")[2])
     return terminal.picture()
 
 

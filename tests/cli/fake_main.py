@@ -27,7 +27,7 @@ def stuck(step: int) -> None:
 
 
 # A paragraph of numbered words between other blocks.
-STORY = "# Title\n\nsome **bold** text\n\n" + " ".join(f"w{i}" for i in range(120)) + "\n\n- *last* item\n"
+STORY = "# Title\n\nsome **bold** text\n\n" + " ".join(f"w{i}" for i in range(70)) + "\n\n- *last* item\n"
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "endless": {"reply": lambda prompt: "word " * 400, "before_step": slowly},

@@ -110,7 +110,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         screen.child.close(force=True)
 
 
-WORDS = [f"w{i}" for i in range(120)]
+WORDS = [f"w{i}" for i in range(70)]
 
 
 def words(text: str) -> list[str]:
@@ -126,8 +126,8 @@ def test_a_markdown_answer(start: Start, columns: int) -> None:
     shown = screen.text().partition(">>> tell me\n")[2]
     assert shown.startswith("Title\n\nsome bold text\n\nw0 w1 ")
     separator = r"( · |\n)"  # a narrow terminal has the statistics on two lines
-    numbers = rf"\n535 tok · .* tok/s · TTFT .* · TPOT .* ms{separator}prompt 24 \(0 cached, 0%\) · stop\n"
-    assert re.search(r"w119\n\n• last item" + numbers, shown)
+    numbers = rf"\n315 tok · .* tok/s · TTFT .* · TPOT .* ms{separator}prompt 24 \(0 cached, 0%\) · stop\n"
+    assert re.search(r"w69\n\n• last item" + numbers, shown)
     assert words(shown) == WORDS
     assert all(len(line) < columns for line in shown.split("\n"))
     assert [screen.style_of(word).bold for word in ("Title", "some", "bold")] == [True, False, True]
@@ -145,7 +145,7 @@ def test_without_colours_or_markdown_the_answer_is_as_it_was_generated(
     screen.type("tell me\r")
     shown = screen.shows(r"stop\n>>>")
     assert "# Title\n\nsome **bold** text\n\nw0 " in shown
-    assert "w119\n\n- *last* item\n" in shown
+    assert "w69\n\n- *last* item\n" in shown
     assert words(shown) == WORDS
 
 
@@ -160,12 +160,12 @@ def test_ascii(start: Start) -> None:
 def test_a_resize_in_the_middle_of_an_answer(start: Start, columns: int) -> None:
     screen = start("markdown-slowly", columns=70)
     screen.type("tell me\r")
-    screen.shows("w40")
+    screen.shows("w20 ")
     screen.resize(columns)
     shown = screen.shows(r"stop\n>>>")
     assert "\n• last item\n" in shown
     # The emulated screen cuts off what stands beyond a narrower width; a terminal would show it on a line more.
-    assert words(shown)[-60:] == WORDS[-60:]
+    assert words(shown)[-35:] == WORDS[-35:]
     assert columns < 70 or words(shown) == WORDS
     screen.type("/clear\rtell me\r")
     again = screen.shows(r"The conversation is empty(.|\n)*stop\n>>>").rpartition("tell me\n")[2]
