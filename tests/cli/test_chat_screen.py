@@ -286,6 +286,17 @@ def test_hidden_thinking_leaves_no_trace(start: Start) -> None:
     screen.shows(r"let me see\n\nYES\n")
 
 
+def test_a_long_prompt_is_not_read_in_silence(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("word " * 150)
+    screen = start()
+    screen.type("/read long.txt\r")
+    screen.shows("749 tokens of a context|750 tokens of a context")
+    screen.type("go\r")
+    shown = screen.shows(r"stop\n>>>")
+    assert re.search(r"reading 7\d\d tokens", screen.sent)
+    assert "reading" not in shown
+
+
 def test_one_letter_is_a_message_like_any_other(start: Start) -> None:
     screen = start()
     screen.type("q\r")

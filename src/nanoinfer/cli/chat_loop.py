@@ -15,9 +15,13 @@ from nanoinfer.cli.line_reader import LineReader, read_message
 from nanoinfer.cli.options import ThinkChoice, ThinkingDisplay
 from nanoinfer.config import SamplingParams
 from nanoinfer.errors import RequestError
+from nanoinfer.ui import text
 from nanoinfer.ui.answer import AnswerPrinter, Part
 from nanoinfer.ui.console import Console
 from nanoinfer.ui.snapshot import RunSnapshot
+
+# So many tokens that are probably new take a while to read on a slow machine, and nothing would move meanwhile.
+_LONG_PROMPT = 512
 
 
 @dataclass
@@ -127,6 +131,9 @@ class Chat:
         printer = AnswerPrinter(
             self._stdout, self.console, markdown=self.settings.markdown, thinking=self.settings.thinking
         )
+        last = self.engine.last.usage.total_tokens if self.engine.last is not None else 0
+        if len(prompt.token_ids) - last >= _LONG_PROMPT:
+            self.console.status(f"reading {text.count(len(prompt.token_ids))} tokens ...")
         try:
             answer = self.engine.answer(prompt, sampling, _discard if quiet else printer.write)
         finally:
@@ -160,5 +167,5 @@ class Chat:
         self.console.warn(f"{what}: {advice}")
 
 
-def _discard(part: Part, text: str) -> None:
+def _discard(part: Part, piece: str) -> None:
     """The printer of an answer that nobody wants to see while it streams."""
