@@ -12,7 +12,7 @@ from nanoinfer.errors import ConfigError
 
 SchedulePolicy = Literal["mixed", "prefill-first"]
 AttentionChoice = Literal["auto", "flash-attn", "triton", "torch"]
-KernelChoice = Literal["auto", "triton", "compiled", "eager"]
+KernelChoice = Literal["auto", "triton", "numba", "cpu", "compiled", "eager"]
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 

@@ -320,6 +320,7 @@ def _open_data_plane(
             model_config,
             _resolve_device(config),
             load=lambda slots: fill_weights(slots, folder, config.load_format, config.seed, notify),
+            notify=notify,
         )
         return plane, LocalExecutor(plane.runner)
     check_splits(model_config, config.tensor_parallel_size)

@@ -1,4 +1,4 @@
-"""The CPU's attention from norm and rotation to output, with both kernel sets, against the plain twins one by one."""
+"""The CPU's attention from norm and rotation to output, with every kernel set, against the plain twins one by one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ import pytest
 import torch
 
 from nanoinfer.attention.base import AttentionBatch, HeadLayout, QKNorm
+from nanoinfer.attention.numba import NumbaAttention
 from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.cpu_set import CpuKernels
 from nanoinfer.kernels.kernel_set import EAGER
+from nanoinfer.kernels.numba_set import NumbaKernels
 
 EPS = 1e-6
 RATIOS = {"gqa1": (3, 3), "gqa2": (4, 2), "gqa3": (9, 3), "gqa7": (7, 1), "gqa8": (16, 2)}
 FAST = CpuKernels(torch.float32)
+NUMBA = NumbaKernels(torch.float32)
+SETS = pytest.mark.parametrize("kernels", [EAGER, FAST, NUMBA], ids=["eager", "cpu", "numba"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    NUMBA.compile()
+    NUMBA.use_threads()
 
 
 def step(work: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, block_size: int, poison: float):
@@ -65,7 +75,8 @@ def check(work, ratio, head_dim, block_size, *, kernels=EAGER, has_norm=False, p
     )
     expected = reference.paged_attention(q, *twins, batch.block_tables, batch.cu_seqlens_q, batch.context_lens, scale)
 
-    backend = TorchAttention(HeadLayout(heads, kv_heads, head_dim, scale), cos_sin, kernels)
+    kind = NumbaAttention if kernels is NUMBA else TorchAttention
+    backend = kind(HeadLayout(heads, kv_heads, head_dim, scale), cos_sin, kernels)
     norm = QKNorm(*weights, EPS) if has_norm else None
     out = backend.plan(batch).run(qkv, norm, tuple(caches))
 
@@ -84,12 +95,13 @@ def edges(block_size: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("ratio", RATIOS.values(), ids=list(RATIOS))
-def test_every_head_layout_equals_the_twin(ratio, head_dim):
-    check(edges(16), ratio, head_dim, 16)
+@SETS
+def test_every_head_layout_equals_the_twin(kernels, ratio, head_dim):
+    check(edges(16), ratio, head_dim, 16, kernels=kernels)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 256])
-@pytest.mark.parametrize("kernels", [EAGER, FAST], ids=["eager", "cpu"])
+@SETS
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_lengths_at_the_edges_of_blocks(block_size, kernels, has_norm):
     check(edges(block_size), (4, 2), 64, block_size, kernels=kernels, has_norm=has_norm)
@@ -97,8 +109,9 @@ def test_lengths_at_the_edges_of_blocks(block_size, kernels, has_norm):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("work", [[(3, 1), (20, 1), (200, 1)], [(5, 1)], [(37, 9)], [(0, 7), (1, 1), (21, 30)]])
-def test_unused_slots_may_hold_anything(work, poison):
-    check(work, (4, 2), 64, 16, poison=poison)
+@SETS
+def test_unused_slots_may_hold_anything(kernels, work, poison):
+    check(work, (4, 2), 64, 16, kernels=kernels, poison=poison)
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 255, 256, 257, 300])
@@ -107,7 +120,8 @@ def test_query_shorter_than_its_history(count):
     check([(20, 1), (400, 1), (320, count), (0, 40)], (6, 2), 64, 32)
 
 
-def test_sequence_gets_the_same_alone_and_in_any_company():
+@SETS
+def test_sequence_gets_the_same_alone_and_in_any_company(kernels):
     """Decodes of very different lengths, more than are taken together at once."""
     generator = random.Random(3)
-    check([(generator.randrange(1, 700), 1) for _ in range(40)] + [(0, 3), (90, 70)], (4, 2), 64, 16)
+    check([(generator.randrange(1, 700), 1) for _ in range(40)] + [(0, 3), (90, 70)], (4, 2), 64, 16, kernels=kernels)

@@ -34,7 +34,7 @@ class TorchAttention:
         self.scratch = _Scratch()
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        return _Plan(self, batch)
+        return TorchPlan(self, batch)
 
 
 class _Scratch:
@@ -102,13 +102,14 @@ class _Chunk:
     history: _History
 
 
-class _Plan:
+class TorchPlan:
     def __init__(self, backend: TorchAttention, batch: AttentionBatch) -> None:
         self._backend = backend
         self._heads = backend.heads
         self._batch = batch
-        self._groups: list[_DecodeGroup] | None = None  # made by the first layer, whose cache has the block size
-        self._chunks: list[_Chunk] = []
+        # Made by the first layer, whose cache has the block size.
+        self._groups: list[_DecodeGroup] | None = None
+        self._chunks: list[_Chunk] | None = None
         self._causal_mask: Tensor | None = None
 
     def run(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
@@ -118,14 +119,14 @@ class _Plan:
             qkv, q_weight, k_weight, eps, self._backend.cos_sin, batch.positions, k_cache, v_cache,
             batch.slot_mapping, heads.num_heads, heads.num_kv_heads, heads.head_dim,
         )  # fmt: skip
-        if self._groups is None:
-            self._groups = list(self._make_groups(cache))
+        if self._chunks is None:
             self._chunks = list(self._make_chunks(cache))
-        if len(self._groups) == 1 and not self._chunks:
-            return self._decode(self._groups[0], q, cache)
+        num_decodes = batch.num_decodes
+        if not self._chunks:
+            return self._decode(q, cache)
         out = torch.empty(q.shape[0], heads.num_heads * heads.head_dim, dtype=q.dtype, device=q.device)
-        for group in self._groups:
-            out[group.sequences] = self._decode(group, q[group.sequences], cache)
+        if num_decodes:
+            out[:num_decodes] = self._decode(q[:num_decodes], cache)
         for chunk in self._chunks:
             tokens = slice(chunk.first, chunk.first + chunk.count)
             if chunk.start == 0:
@@ -182,7 +183,18 @@ class _Plan:
                 blocks = batch.block_tables[i, : -(-(start + count) // block_size)].tolist()
                 yield _Chunk(first, start, count, _History([blocks], start + count, cache, self._backend.scratch))
 
-    def _decode(self, group: _DecodeGroup, q: Tensor, cache: KVCache) -> Tensor:
+    def _decode(self, q: Tensor, cache: KVCache) -> Tensor:
+        """The sequences with one query each: q [B, heads, D] -> [B, heads * D]."""
+        if self._groups is None:
+            self._groups = list(self._make_groups(cache))
+        if len(self._groups) == 1:
+            return self._decode_group(self._groups[0], q, cache)
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        for group in self._groups:
+            out[group.sequences] = self._decode_group(group, q[group.sequences], cache)
+        return out
+
+    def _decode_group(self, group: _DecodeGroup, q: Tensor, cache: KVCache) -> Tensor:
         """q [n, heads, D] -> [n, heads * D]. The query heads of a KV head are the rows of one small matrix."""
         heads = self._heads
         k, v = group.history.read(cache, group.padding)
@@ -203,6 +215,7 @@ class _Plan:
     def _mask(self, length: int, q: Tensor) -> Tensor:
         """[QUERY_TILE, at least length]: the last QUERY_TILE queries' causal mask, of which tiles take a corner."""
         if self._causal_mask is None:
+            assert self._chunks is not None
             longest = max(chunk.start + chunk.count for chunk in self._chunks)
             mask = torch.full((QUERY_TILE, max(longest, QUERY_TILE)), float("-inf"), dtype=q.dtype, device=q.device)
             self._causal_mask = mask.triu_(max(longest, QUERY_TILE) - QUERY_TILE + 1)

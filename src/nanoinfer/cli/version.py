@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from nanoinfer import __version__
 
-_REPORTED = ("torch", "triton", "flash-attn", "numpy", "tokenizers", "safetensors")
+_REPORTED = ("torch", "triton", "flash-attn", "numpy", "numba", "tokenizers", "safetensors")
 
 
 def environment() -> dict[str, str | int | None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# (stage, bytes done, bytes in all; 0 = unknown). Stages: "download", "import", "load". Called on the caller's thread,
+# (stage, bytes done, bytes in all; 0 = unknown). Stages: "download", "import", "load",
+# and a sentence with 0 and 0 for a wait of unknown length. Called on the caller's thread,
 # except for "download", where the hub client reports from its own threads.
 Notify = Callable[[str, int, int], None]
 

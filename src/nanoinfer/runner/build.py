@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from nanoinfer.attention.base import AttentionBackend, HeadLayout, KVCache
+from nanoinfer.attention.numba import NumbaAttention
 from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.info import EngineInfo
 from nanoinfer.errors import ConfigError
+from nanoinfer.kernels import numba_set
 from nanoinfer.kernels.cpu_set import CpuKernels
 from nanoinfer.kernels.kernel_set import EAGER, KernelSet
+from nanoinfer.kernels.numba_set import NumbaKernels
 from nanoinfer.layers.group import ALONE, Group
 from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import DTYPE_BYTES, ModelConfig
@@ -23,6 +26,7 @@ from nanoinfer.models.registry import build_model
 from nanoinfer.models.weights import WeightSlot
 from nanoinfer.runner import memory
 from nanoinfer.runner.compile_ahead import KernelCompilation
+from nanoinfer.runner.compile_numba import Notify, NumbaCompilation
 from nanoinfer.runner.executor import Runner
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
@@ -99,12 +103,13 @@ def build_data_plane(
     *,
     load: LoadWeights,
     group: Group = ALONE,
+    notify: Notify | None = None,
 ) -> DataPlane:
     """Decide dtype, back ends and pool, check that all fits, then build the model and fill it through `load`.
 
     All ranks of `group` must do so at the same time; each builds its part of the model, and the same pool of blocks.
     ConfigError, MemoryBudgetError: before any weight is read, unless only the GPU's profiling run can tell.
-    A CUDA device becomes the current one: kernels are launched on that.
+    A CUDA device becomes the current one: kernels are launched on that. `notify(stage, 0, 0)` hears of a long wait.
     """
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
@@ -127,7 +132,10 @@ def build_data_plane(
     compilation = None
     if device.type == "cuda" and group.size == 1:  # exchanges between ranks need one order, which threads have not
         compilation = KernelCompilation(model, attention, plan.allocate(1, device)[0])
+    numba = NumbaCompilation(kernels, required=config.kernels == "numba")
     load(model.weight_slots())
+    if reason := numba.wait(notify):
+        attention, attention_reason = TorchAttention(heads, cos_sin, kernels), reason
     if compilation:
         compilation.wait()
     if pool is None:
@@ -169,6 +177,8 @@ def _model_len(config: EngineConfig, model_config: ModelConfig) -> tuple[int, li
 def choose_back_ends(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelSet, str, str]:
     """(kernel set, attention back end, why); ConfigError if what was asked for cannot run here."""
     has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    if config.kernels in ("cpu", "numba") and device.type != "cpu":
+        raise ConfigError(f"--kernels {config.kernels} is for CPUs, and the device is {device}; use auto.")
     for option, choice in (("attention", config.attention), ("kernels", config.kernels)):
         if choice == "triton" and not has_triton:
             raise ConfigError(f"--{option} triton needs a CUDA device and the triton package; use auto.")
@@ -179,13 +189,24 @@ def choose_back_ends(config: EngineConfig, device: torch.device, dtype: torch.dt
         kernels = TritonKernels()
     elif config.kernels == "compiled":
         kernels = _compiled_kernels(device)
-    elif config.kernels == "auto" and device.type == "cpu":
-        kernels = CpuKernels(dtype)
+    elif device.type == "cpu" and config.kernels in ("auto", "cpu", "numba"):
+        kernels = _cpu_kernels(config.kernels, dtype)
     if config.attention != "auto":
         return kernels, config.attention, "asked for"
     if has_triton:
         return kernels, "triton", "this device has Triton"
+    if isinstance(kernels, NumbaKernels):
+        return kernels, "numba", "numba is installed"
+    if device.type == "cpu" and config.kernels == "auto":
+        return kernels, "torch", str(numba_set.why_not(dtype))
     return kernels, "torch", f"the one for {device.type}"
+
+
+def _cpu_kernels(choice: str, dtype: torch.dtype) -> CpuKernels:
+    reason = numba_set.why_not(dtype)
+    if reason and choice == "numba":
+        raise ConfigError(f"--kernels numba cannot run here: {reason}; change that, or use auto.")
+    return CpuKernels(dtype) if reason or choice == "cpu" else NumbaKernels(dtype)
 
 
 def _compiled_kernels(device: torch.device) -> KernelSet:
@@ -217,6 +238,8 @@ def make_attention(
         from nanoinfer.attention.flash import FlashAttention
 
         return FlashAttention(heads, cos_sin, kernels)
+    if isinstance(kernels, NumbaKernels) and name == "numba":
+        return NumbaAttention(heads, cos_sin, kernels)
     return TorchAttention(heads, cos_sin, kernels)
 
 

@@ -11,7 +11,7 @@ from nanoinfer.models.config import ModelConfig
 
 GIB = 1 << 30
 # Tokens per KV block by attention back end (docs/decisions/060).
-DEFAULT_BLOCK_SIZES = {"flash-attn": 256, "triton": 64, "torch": 16}
+DEFAULT_BLOCK_SIZES = {"flash-attn": 256, "triton": 64, "torch": 16, "numba": 16}
 CPU_KV_LIMIT = 4 * GIB
 # What torch, its threads or context, and a step's activations take beside weights and pool (on a CPU about 0.4 GiB).
 RUNTIME_OVERHEAD = GIB // 2

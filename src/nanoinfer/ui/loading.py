@@ -27,6 +27,9 @@ class LoadingDisplay:
 
     def notify(self, stage: str, done: int, total: int) -> None:
         """The engine's Notify: `done` of `total` bytes of a stage; 0 in all means that nobody knows."""
+        if not done and not total:
+            self.write(f"{stage} ...")
+            return
         if not total:
             self.write(f"{stage} {byte_size(done)}")
             return

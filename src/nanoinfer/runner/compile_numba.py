@@ -1,0 +1,43 @@
+"""Numba's kernels are imported and compiled while the weights load, which mostly waits for the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from nanoinfer.errors import ConfigError
+from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.kernels.numba_set import NumbaKernels
+
+Notify = Callable[[str, int, int], None]
+
+
+class NumbaCompilation:
+    """Compilation under way in a thread; nothing for other kernel sets."""
+
+    def __init__(self, kernels: KernelSet, *, required: bool) -> None:
+        """required: an error of numba is the user's, instead of a reason to do without."""
+        self._kernels = kernels if isinstance(kernels, NumbaKernels) else None
+        self._required = required
+        self._result: Future[None] | None = None
+        if self._kernels is not None:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="numba")
+            self._result = pool.submit(self._kernels.compile)
+            pool.shutdown(wait=False)
+
+    def wait(self, notify: Notify | None) -> str | None:
+        """Until it is done; why numba cannot be used, or None. ConfigError instead where it was asked for."""
+        if self._kernels is None or self._result is None:
+            return None
+        if notify and not self._result.done():
+            notify("CPU kernels, compiled at the first start", 0, 0)
+        error = self._result.exception()
+        if error is None:
+            self._kernels.use_threads()
+            return None
+        reason = (
+            f"numba does not work here: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}"
+        )
+        if self._required:
+            raise ConfigError(f"{reason}; repair it, or use --kernels auto.") from error
+        return reason
