@@ -162,3 +162,8 @@ def as_array(x: Tensor) -> NDArray[Any]:
     """The memory of a contiguous tensor; bfloat16 as uint16."""
     assert x.is_contiguous(), x.stride()
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+if __name__ == "__main__":  # fills numba's cache, as a first start does for one dtype
+    for each in FEW_TOKENS:
+        NumbaKernels(each).compile()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.kernel_set import KernelSet
@@ -29,8 +29,8 @@ class NumbaCompilation:
         """Until it is done; why numba cannot be used, or None. ConfigError instead where it was asked for."""
         if self._kernels is None or self._result is None:
             return None
-        if notify and not self._result.done():
-            notify("CPU kernels, compiled at the first start", 0, 0)
+        while notify and wait([self._result], timeout=0.5).not_done:
+            notify("compiling the CPU's kernels, which only a first start does", 0, 0)
         error = self._result.exception()
         if error is None:
             self._kernels.use_threads()
