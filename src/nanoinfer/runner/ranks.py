@@ -168,7 +168,8 @@ class Ranks:
         if silent:
             which = f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
             return EngineError(f"{which} did not answer in time (--tp-timeout); the engine has stopped.")
-        return EngineError(f"the ranks lost each other; the engine has stopped. {error or ''}".strip())
+        messages = [str(worker.report["message"]) for worker in self._workers if worker.report is not None]
+        return EngineError(f"the ranks lost each other ({error or messages[0]}); the engine has stopped.")
 
     def stop(self) -> None:
         """Ask all ranks to end, and end those that do not."""
