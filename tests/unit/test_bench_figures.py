@@ -202,6 +202,7 @@ def test_a_bare_sweep_is_auto() -> None:
     assert complete_sweep(["--sweep", "1,2"]) == ["--sweep", "1,2"]
     assert complete_sweep(["--sweep", "rate:0.5"]) == ["--sweep", "rate:0.5"]
     assert complete_sweep(["--sweep", "folder/1"]) == ["--sweep", "auto", "folder/1"]
+    assert complete_sweep([]) == []
 
 
 def test_loads_of_a_sweep() -> None:

@@ -49,9 +49,9 @@ def join_goodput(arguments: list[str]) -> list[str]:
 def complete_sweep(arguments: list[str]) -> list[str]:
     """The arguments with `auto` behind a --sweep that no levels follow."""
     completed = []
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for place, argument in enumerate(arguments, 1):
         completed.append(argument)
-        if argument == "--sweep" and not _LEVELS.fullmatch(following):
+        if argument == "--sweep" and not _LEVELS.fullmatch("".join(arguments[place : place + 1])):
             completed.append("auto")
     return completed
 
