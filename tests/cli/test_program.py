@@ -136,7 +136,8 @@ def test_flag_before_environment_before_file_before_default(
         ("max_num_seq = 3", "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ("[serve]\nport = 1", "there is no command 'serve'; the tables are chat, generate, bench, inspect-cache."),
         ("[chat]\nnum_prompts = 1", "unknown setting 'num_prompts'"),
-        ("= 3", "cannot read"),
+        ("block_size = 16\n= 3", "cannot read"),
+        ("block_size = 16\n= 3", "(at line 2, column 1)"),
     ],
 )
 def test_a_wrong_configuration_file_is_refused_by_name(nanoinfer: Program, text: str, message: str) -> None:
@@ -145,6 +146,25 @@ def test_a_wrong_configuration_file_is_refused_by_name(nanoinfer: Program, text:
     assert (result.code, nanoinfer.llm) == (2, None)
     assert message in result.err
     assert "config.toml" in result.err
+
+
+def test_every_option_has_a_variable(nanoinfer: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOINFER_SYSTEM", "be brief")
+    nanoinfer("chat", "-p", "x")
+    assert bytes(nanoinfer.llm.submitted[0][0]).startswith(b"<system>be brief")
+    monkeypatch.setenv("NANOINFER_NUM_PROMPTS", "many")
+    result = nanoinfer("bench")
+    assert (result.code, "--num-prompts" in result.err) == (2, True)
+    assert "(set in the environment)." in result.err
+
+
+@pytest.mark.parametrize("line", ["max_num_seqs = 'many'", "max_num_seqs = 2.5", "schedule = 'magic'"])
+def test_a_value_of_the_configuration_file_that_an_option_cannot_have(nanoinfer: Program, line: str) -> None:
+    write_config(line)
+    result = nanoinfer("generate", "-p", "x")
+    assert (result.code, nanoinfer.llm) == (2, None)
+    assert "--" + line.partition(" ")[0].replace("_", "-") in result.err
+    assert "(set in the configuration file)." in result.err
 
 
 def test_a_setting_that_only_one_command_has_may_stand_at_the_top(nanoinfer: Program) -> None:

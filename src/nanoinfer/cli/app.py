@@ -11,6 +11,7 @@ import typer
 
 from nanoinfer.cli import bench, chat, generate, inspect_cache
 from nanoinfer.cli.command import command
+from nanoinfer.cli.completion import install_completion, prepare_completion, show_completion
 from nanoinfer.cli.help import PanelGroup
 from nanoinfer.cli.session import Services
 from nanoinfer.cli.settings import config_path, read_settings, spellings_of
@@ -22,7 +23,7 @@ app = typer.Typer(
     cls=PanelGroup,
     epilog="An option can also be set in the environment (NANOINFER_MAX_NUM_SEQS=64) or in the configuration file.",
     no_args_is_help=True,
-    add_completion=False,  # its two options would cost 0.2 s at each start: typer imports pydantic for their values
+    add_completion=False,  # completion.py has it without the cost
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -42,6 +43,19 @@ def nanoinfer(
     ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Versions, and exit.")
+    ] = False,
+    install: Annotated[
+        bool,
+        typer.Option("--install-completion", callback=install_completion, is_eager=True, help="For this shell."),
+    ] = False,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--show-completion",
+            callback=show_completion,
+            is_eager=True,
+            help="Print the script that would be installed.",
+        ),
     ] = False,
 ) -> None:
     """Run large language models on this machine, and see what happens inside."""
@@ -69,6 +83,7 @@ def main(arguments: list[str] | None = None, services: Services | None = None) -
     if os.environ.get("RANK", "0") != "0":
         _serve_as_rank()
     words = tuple(sys.argv[1:] if arguments is None else arguments)
+    prepare_completion()
     try:
         app(arguments, prog_name="nanoinfer", obj=replace(services or Services(), arguments=words))
     except NanoinferError as error:  # from the configuration file; a command handles its own

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from nanoinfer.cli.bench_options import BenchOptions, bench_options
 from nanoinfer.cli.help import PanelCommand
@@ -31,10 +32,28 @@ PROVIDERS: dict[type, Callable[..., Any]] = {
 }
 
 
+def option_names(option: OptionInfo) -> list[str]:
+    """All ways to write it, as they were declared; in an annotation typer takes the first of them for the default."""
+    return [name for name in (option.default, *(option.param_decls or ())) if isinstance(name, str)]
+
+
+def environment_variables(option: OptionInfo) -> list[str]:
+    """NANOINFER_<NAME> for each of the option's long names."""
+    names = [name.partition("/")[0] for name in option_names(option) if name.startswith("--")]
+    return ["NANOINFER_" + name.removeprefix("--").replace("-", "_").upper() for name in names]
+
+
 @cache
 def resolved_parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The function's parameters by name, as keywords, with their annotations resolved from strings."""
+    """The function's parameters by name, as keywords, with their annotations resolved from strings.
+
+    Every option among them can be set in the environment as well.
+    """
     hints = get_type_hints(function, include_extras=True)
+    for annotation in hints.values():
+        for extra in getattr(annotation, "__metadata__", ()):
+            if isinstance(extra, OptionInfo):
+                extra.envvar, extra.show_envvar = environment_variables(extra), False
     keyword = inspect.Parameter.KEYWORD_ONLY
     return {
         name: parameter.replace(annotation=hints[name], kind=keyword)

@@ -1,9 +1,11 @@
-"""Help texts in panels that fit 80 columns and need no import of rich (which costs more than all else together)."""
+"""Help texts in panels that fit 80 columns and need no import of rich (which costs more than all else together), and
+where a wrong value came from."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 
@@ -27,6 +29,19 @@ class _Panels:
 
 class PanelCommand(_Panels, TyperCommand):
     """A subcommand with its help in panels."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """A wrong value that was not typed but set elsewhere is refused with the place."""
+        try:
+            return list(super().parse_args(ctx, args))
+        except typer.BadParameter as error:
+            source = ctx.get_parameter_source(error.param.name) if error.param is not None else None
+            place = {"ENVIRONMENT": "the environment", "DEFAULT_MAP": "the configuration file"}.get(
+                source.name if source is not None else ""
+            )
+            if place is not None:
+                error.message = f"{error.message.rstrip('.')} (set in {place})."
+            raise
 
 
 class PanelGroup(_Panels, TyperGroup):

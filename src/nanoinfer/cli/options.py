@@ -58,17 +58,11 @@ def memory_size(value: str | int) -> int:
 
 
 def _option(panel: str, *names: str, help: str, **more: Any) -> Any:
-    """A shared option: the environment variable NANOINFER_<NAME> sets it as well, under each of its long names."""
-    long_names = [name.partition("/")[0] for name in names if name.startswith("--")]
-    variables = ["NANOINFER_" + name.removeprefix("--").replace("-", "_").upper() for name in long_names]
-    return typer.Option(*names, help=help, rich_help_panel=panel, envvar=variables, show_envvar=False, **more)
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
 def _engine(*names: str, help: str, **more: Any) -> Any:
     return _option(ENGINE, *names, help=help, **more)
-
-
-AutoInt = Annotated[int | None, _engine(parser=whole_or_auto, metavar="N|auto", help="")]
 
 
 def engine_options(
