@@ -42,11 +42,16 @@ def _version(wanted: bool) -> None:
 def nanoinfer(
     ctx: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Versions, and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Versions, devices, and what is not used and why."
+        ),
     ] = False,
     install: Annotated[
         bool,
-        typer.Option("--install-completion", callback=install_completion, is_eager=True, help="For this shell."),
+        typer.Option(
+            "--install-completion", callback=install_completion, is_eager=True, help="Completion by TAB for this shell."
+        ),
     ] = False,
     show: Annotated[
         bool,
@@ -54,7 +59,7 @@ def nanoinfer(
             "--show-completion",
             callback=show_completion,
             is_eager=True,
-            help="Print the script that would be installed.",
+            help="Print the script of that.",
         ),
     ] = False,
 ) -> None:
