@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.kernel_set import KernelSet
@@ -21,9 +22,9 @@ class NumbaCompilation:
         self._required = required
         self._result: Future[None] | None = None
         if self._kernels is not None:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="numba")
-            self._result = pool.submit(self._kernels.compile)
-            pool.shutdown(wait=False)
+            self._result = Future()
+            # A daemon: a program that is told to end while this compiles must not wait for half a minute.
+            threading.Thread(target=_compile, args=(self._kernels, self._result), name="numba", daemon=True).start()
 
     def wait(self, notify: Notify | None) -> str | None:
         """Until it is done; why numba cannot be used, or None. ConfigError instead where it was asked for."""
@@ -41,3 +42,12 @@ class NumbaCompilation:
         if self._required:
             raise ConfigError(f"{reason}; repair it, or use --kernels auto.") from error
         return reason
+
+
+def _compile(kernels: NumbaKernels, result: Future[None]) -> None:
+    try:
+        kernels.compile()
+    except BaseException as error:
+        result.set_exception(error)
+    else:
+        result.set_result(None)
