@@ -32,9 +32,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from nanoinfer.cli.version import version_report
+        from nanoinfer.cli.version import print_version
 
-        print(version_report())
+        print_version(Console())
         raise typer.Exit
 
 

@@ -1,4 +1,4 @@
-"""`nanoinfer --version` and the environment of a benchmark, read from package metadata without importing anything."""
+"""The environment of a benchmark, read from package metadata without importing anything, and `nanoinfer --version`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from nanoinfer import __version__
+from nanoinfer.ui.console import Console
 
-_REPORTED = ("torch", "triton", "flash-attn", "numpy", "numba", "tokenizers", "safetensors")
+WIDTH = len("safetensors")
+_REPORTED = ("torch", "triton", "flash-attn", "numba", "numpy", "numba", "tokenizers", "safetensors")
 
 
 def environment() -> dict[str, str | int | None]:
@@ -28,12 +30,27 @@ def environment() -> dict[str, str | int | None]:
     return facts
 
 
-def version_report() -> str:
-    """The environment, one fact a line, nanoinfer's own version first."""
+def print_version(console: Console) -> None:
+    """The environment, one fact a line, nanoinfer's own version first; torch, which takes a while, comes last."""
     facts = environment()
-    width = max(map(len, facts))
-    lines = [f"{name:{width}}  {value if value is not None else 'not installed'}" for name, value in facts.items()]
-    return "\n".join(lines)
+    for name, value in facts.items():
+        _print_fact(name, str(value) if value is not None else "not installed")
+    console.status("asking torch ...")
+    try:
+        from nanoinfer.runner.machine import machine_facts
+
+        found = machine_facts()
+    except (ImportError, OSError) as error:  # a library of torch that is missing is an OSError
+        console.clear_status()
+        _print_fact("torch", f"cannot be imported: {error}")
+        return
+    console.clear_status()
+    for name, sentence in found:
+        _print_fact(name, sentence)
+
+
+def _print_fact(name: str, value: str) -> None:
+    print(f"{name:{WIDTH}}  {value}", flush=True)
 
 
 def _cpu_name() -> str:
