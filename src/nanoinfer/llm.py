@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nanoinfer.loading import Notify
     from nanoinfer.models.config import ModelConfig
     from nanoinfer.runner.build import DataPlane
+    from nanoinfer.runner.step_trace import StepTrace
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -94,6 +95,7 @@ class LLM:
         )
         self._backlog: list[OutputDelta] = []  # deltas of requests that a call ran along with its own
         self._num_ids = 0
+        self._trace: StepTrace | None = None
         self._closed = False
 
     # -- whole calls -----------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ class LLM:
     def _take(self, own: set[str]) -> list[OutputDelta]:
         """The deltas of the requests in `own` that other calls have run along, or else those of one more step."""
         if not any(delta.request_id in own for delta in self._backlog):
-            self._backlog += self._engine.step()
+            self._backlog += self._run_step()
         mine = [delta for delta in self._backlog if delta.request_id in own]
         self._backlog = [delta for delta in self._backlog if delta.request_id not in own]
         return mine
@@ -186,8 +188,14 @@ class LLM:
     def step(self) -> list[OutputDelta]:
         """Run one engine step and return what became new since the last call."""
         if self._engine.has_unfinished:
-            self._backlog += self._engine.step()
+            self._backlog += self._run_step()
         deltas, self._backlog = self._backlog, []
+        return deltas
+
+    def _run_step(self) -> list[OutputDelta]:
+        deltas = self._engine.step()
+        if self._trace is not None:
+            self._trace.step()
         return deltas
 
     @property
@@ -244,6 +252,14 @@ class LLM:
         from nanoinfer.runner.device_limits import measure_limits
 
         return measure_limits(self.info.device, self.info.dtype)
+
+    def trace_steps(self, path: Path, *, skip: int = 0, count: int = 32) -> StepTrace:
+        """Record every operation of `count` coming steps, after `skip` + 1 others; closing the trace writes `path`
+        (.json or .json.gz), a Chrome trace. With tensor parallelism it is the first rank's. One trace at a time."""
+        from nanoinfer.runner.step_trace import StepTrace
+
+        self._trace = StepTrace(path, skip=skip, count=count)
+        return self._trace
 
     def close(self) -> None:
         """End all requests and free the model and the KV pool. Closing twice is fine."""

@@ -107,6 +107,24 @@ class ByteTokenizer:
         return text, self.encode(text)
 
 
+@dataclass
+class FakeTrace:
+    """What a StepTrace would have recorded, written as its number of steps."""
+
+    path: Path
+    skip: int
+    count: int
+    steps: int = 0
+    closed: bool = False
+
+    def close(self) -> int:
+        self.closed = True
+        recorded = min(max(self.steps - self.skip - 1, 0), self.count)
+        if recorded:
+            self.path.write_text(str(recorded))
+        return recorded
+
+
 class FakeLLM:
     """The interface of nanoinfer.llm.LLM that the commands use."""
 
@@ -125,6 +143,7 @@ class FakeLLM:
         self.closed = False
         self.submitted: list[tuple[Any, SamplingParams, dict[str, Any]]] = []
         self.resets = 0
+        self.traces: list[FakeTrace] = []
         self.tokenizer = (tokenizer or ByteTokenizer()) if has_tokenizer else None
         self.default_sampling = SamplingParams(temperature=0.6, top_p=0.95)
         block_size, num_blocks = config.block_size or 4, config.num_blocks or 1024
@@ -199,6 +218,8 @@ class FakeLLM:
         return name
 
     def step(self) -> list[OutputDelta]:
+        for trace in self.traces:
+            trace.steps += not trace.closed
         return self.engine.step()
 
     @property
@@ -217,6 +238,10 @@ class FakeLLM:
     def reset_prefix_cache(self) -> None:
         self.resets += 1
         self.engine.reset_prefix_cache()
+
+    def trace_steps(self, path: Path, *, skip: int, count: int) -> FakeTrace:
+        self.traces.append(FakeTrace(path, skip, count))
+        return self.traces[-1]
 
     def measure_device(self) -> DeviceLimits:
         return DeviceLimits(name="Fake CPU", memory_bytes=1 << 30, threads=2, copy_bytes_per_s=1e9, flops_per_s=1e10)

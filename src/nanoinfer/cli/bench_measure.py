@@ -17,6 +17,7 @@ from nanoinfer.cli.bench_workload import Workload
 from nanoinfer.cli.load_driver import LoadDriver
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.session import Session
+from nanoinfer.cli.step_traces import traced
 from nanoinfer.cli.workloads import BenchRequest
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.latency import SLO
@@ -109,7 +110,9 @@ class Bench:
         for number in range(self.options.repeat):
             self.llm.reset_prefix_cache()
             which = f" run {number + 1} of {self.options.repeat}" if self.options.repeat > 1 else ""
-            runs.append(self._run_once(requests, load, f"bench{which}"))
+            folder = self.options.profile if number == 0 else None
+            with traced(self.session, self.llm, folder, "bench", skip=0):
+                runs.append(self._run_once(requests, load, f"bench{which}"))
             say(number, runs[-1])
         return combine(runs)
 

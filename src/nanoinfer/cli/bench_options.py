@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from nanoinfer.cli.lengths import LengthRange
+from nanoinfer.cli.options import ProfileFolder
 from nanoinfer.errors import UserError
 
 WORKLOAD, LOAD = "Workload", "Load and measurement"
@@ -83,6 +84,7 @@ class BenchOptions:
     temperature: float | None
     goodput: str
     slo_attainment: float | None
+    profile: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "num_prefixes", "max_concurrency", "repeat"):
@@ -194,6 +196,7 @@ def bench_options(
     slo_attainment: Annotated[
         float | None, _load("--slo-attainment", metavar="P", help="Exit code 4 if fewer requests keep all limits.")
     ] = None,
+    profile: ProfileFolder = None,
 ) -> BenchOptions:
     return BenchOptions(
         dataset=dataset,
@@ -213,4 +216,5 @@ def bench_options(
         temperature=temperature,
         goodput=goodput,
         slo_attainment=slo_attainment,
+        profile=profile,
     )

@@ -22,6 +22,7 @@ from nanoinfer.cli.document_file import DocumentFile
 from nanoinfer.cli.interrupts import Terminated
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.session import Session
+from nanoinfer.cli.step_traces import make_folder
 from nanoinfer.cli.workloads import check_fits
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.latency import parse_slos
@@ -48,6 +49,7 @@ def run_bench(session: Session, engine: EngineConfig, options: BenchOptions, rep
     sources = [path for path in (options.dataset_path, report.compare) if path is not None]
     slos = parse_slos(options.goodput.replace(",", " "))
     entries = read_dataset(options)
+    make_folder(options.profile)
     monitor = Monitor(session)
     path, overwrite = report.output, report.overwrite
     document = DocumentFile(path, session.console, overwrite=overwrite, inputs=sources) if path is not None else None

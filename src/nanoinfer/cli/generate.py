@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nanoinfer.cli.options import SAMPLING, OnError, Order, SamplingFlags, ThinkChoice
+from nanoinfer.cli.options import SAMPLING, OnError, Order, ProfileFolder, SamplingFlags, ThinkChoice
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig
 
@@ -42,6 +42,7 @@ def generate(
     ] = False,
     validate_only: Annotated[bool, typer.Option("--validate-only", help="Check the prompts and stop.")] = False,
     think: Annotated[ThinkChoice, typer.Option("--think", help="The chat template's thinking switch.")] = "auto",
+    profile: ProfileFolder = None,
     n: Annotated[int, typer.Option("--n", metavar="N", help="Answers per prompt.", rich_help_panel=SAMPLING)] = 1,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on to the token limit.", rich_help_panel=SAMPLING)
@@ -69,5 +70,6 @@ def generate(
         retry_errors=retry_errors,
         validate_only=validate_only,
         think=think,
+        profile=profile,
     )
     return run_generate(session, engine, options)

@@ -24,11 +24,13 @@ from nanoinfer.cli.results_file import ResultsFile, open_results
 from nanoinfer.cli.resume import already_complete, refuse_other_parameters, resume_command, take_over
 from nanoinfer.cli.run_identity import entry_keys, parameters_asked_for, run_parameters
 from nanoinfer.cli.session import Session
+from nanoinfer.cli.step_traces import make_folder, traced
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.errors import UserError
 from nanoinfer.ui import text
 
 DEFAULT_MAX_TOKENS = 512
+UNTRACED_STEPS = 4  # of a run, in which kernels may still be compiled or captured
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class GenerateOptions:
     retry_errors: bool
     validate_only: bool
     think: ThinkChoice
+    profile: Path | None
 
 
 def run_generate(session: Session, engine: EngineConfig, options: GenerateOptions) -> int:
@@ -68,6 +71,7 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
         bad = text.plural(len(batch.bad_lines), "bad line")
         raise UserError(f"{batch.name} has {bad}; nothing was run (--on-error fail).")
     _refuse_mixed_files(session, batch, options)
+    make_folder(options.profile)
     if options.resume and options.output is not None:
         failed = already_complete(options.output, batch)
         if failed is not None:
@@ -203,7 +207,8 @@ class _Job:
             window = 2 * self._engine.max_num_seqs
             run = BatchRun(llm, rest.entries, self._sink, totals, base, policy, window, render, self._keys)
             started = session.services.clock()
-            with display, monitor.also(display.observe, after_tick=display.tick):
+            trace = traced(session, llm, options.profile, "generate", skip=UNTRACED_STEPS)
+            with trace, display, monitor.also(display.observe, after_tick=display.tick):
                 run.run(session.interrupts, monitor.tick)
             return session.services.clock() - started
 

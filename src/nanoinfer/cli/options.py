@@ -61,6 +61,12 @@ def _option(panel: str, *names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
+ProfileFolder = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="DIR", help="Trace some steps into a file there, for a trace viewer."),
+]
+
+
 def _engine(*names: str, help: str, **more: Any) -> Any:
     return _option(ENGINE, *names, help=help, **more)
 
