@@ -28,8 +28,8 @@ MAY_IMPORT = {
     "llm": {"engine", "runner", "loading", "config", "errors", "models.config", "models.partition", "worker"},
     "worker": {"runner", "loading", "config", "errors", "models.partition", "models.weights", "engine.batch"},
     "cli": {
-        "cli", "ui", "config", "errors", "models.config", "models.partition", "runner.memory", "runner.torchrun",
-        "worker", "loading", "llm",
+        "cli", "ui", "config", "errors", "models.config", "models.partition", "runner.memory", "runner.machine",
+        "runner.torchrun", "worker", "loading", "llm",
         "engine.trace", "engine.metrics", "engine.latency", "engine.events", "engine.outputs", "engine.batch",
         "engine.chat_template", "engine.cache_snapshot", "engine.info", "engine.tokenizer",
     },
