@@ -15,7 +15,7 @@ from nanoinfer.cli.bench import join_goodput
 from nanoinfer.cli.bench_run import default_model
 from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.load_driver import LoadDriver
-from nanoinfer.cli.workloads import BenchRequest
+from nanoinfer.cli.workloads import BenchRequest, nano_vllm_requests
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.engine.metrics import Metrics
 
@@ -36,6 +36,14 @@ def bench(nanoinfer: Program, *arguments: str) -> dict[str, Any]:
     document = json.loads(result.out)
     assert isinstance(document, dict)
     return document
+
+
+def test_nano_vllm_preset_has_the_published_token_counts() -> None:
+    requests = nano_vllm_requests()
+    assert len(requests) == 256
+    assert sum(len(request.token_ids) for request in requests) == 142_827
+    assert sum(request.output_tokens for request in requests) == 133_966
+    assert max(max(request.token_ids) for request in requests) <= 10_000
 
 
 def test_the_result_has_vllms_keys_and_adds_up(nanoinfer: Program) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from nanoinfer.engine.events import FinishedSequence, RequestTiming, StepEvent
 from nanoinfer.engine.info import EngineInfo
@@ -24,7 +25,12 @@ def info(**changes: object) -> EngineInfo:
     return replace(described, **changes)  # type: ignore[arg-type]
 
 
-def events() -> Iterator[StepEvent]:
+@cache
+def events() -> tuple[StepEvent, ...]:
+    return tuple(steps())
+
+
+def steps() -> Iterator[StepEvent]:
     """3,700 steps in which the load rises and falls; every fifth second a request ends, one fails, one is preempted."""
     for number in range(3700):
         time = number * STEP_S

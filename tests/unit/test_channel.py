@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from thoroughness import some
 
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.batch import NewSequence, ScheduledBatch
@@ -20,7 +21,7 @@ def random_batch(rng: random.Random, step: int) -> ScheduledBatch:
     others = sequences - decodes
 
     def ids(count: int, top: int) -> list[int]:
-        return [rng.randrange(top) for _ in range(count)]
+        return rng.choices(range(top), k=count)
 
     new = []
     for _ in range(rng.randrange(4)):
@@ -57,7 +58,7 @@ def random_batch(rng: random.Random, step: int) -> ScheduledBatch:
 def test_batches_arrive_as_they_were_sent_however_far_the_sender_is_ahead() -> None:
     """Megabytes more than a socket holds: the sender has to wait, and nothing may be overwritten or reordered."""
     rng = random.Random(1)
-    batches = [random_batch(rng, step) for step in range(30)]
+    batches = [random_batch(rng, step) for step in some(range(30))]
     longest = NewSequence(0, [7] * 131_072, 131_072, [3] * 8192, SamplingParams(max_tokens=None), 1, ())
     batches[::3] = [replace(batch, new_sequences=[longest] * 2) for batch in batches[::3]]
     ours, theirs = socket.socketpair()

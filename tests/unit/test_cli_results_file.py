@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thoroughness import some
 
 from nanoinfer.cli import durable, partial_file
 from nanoinfer.cli.document_file import DocumentFile
@@ -156,7 +157,7 @@ def test_a_resumed_file_keeps_the_bytes_of_its_records(tmp_path: Path) -> None:
     assert (tmp_path / "o").read_bytes() == record(0) + odd
 
 
-@pytest.mark.parametrize("cut", range(1, 40))
+@pytest.mark.parametrize("cut", some(range(1, 40)))
 def test_a_torn_tail_loses_only_its_own_record(tmp_path: Path, cut: int) -> None:
     partial = interrupted(tmp_path / "o", 0, 1)
     whole = partial.read_bytes()

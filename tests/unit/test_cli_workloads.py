@@ -1,4 +1,4 @@
-"""Benchmark workloads: the published figures, and seeds that give the same requests every time."""
+"""Benchmark workloads: seeds that give the same requests every time."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ from nanoinfer.cli.lengths import LengthRange
 from nanoinfer.cli.workloads import (
     arrival_times,
     check_fits,
-    nano_vllm_requests,
     prefix_requests,
     random_requests,
     with_arrivals,
 )
 from nanoinfer.errors import UserError
-
-
-def test_nano_vllm_preset_has_the_published_token_counts() -> None:
-    requests = nano_vllm_requests()
-    assert len(requests) == 256
-    assert sum(len(request.token_ids) for request in requests) == 142_827
-    assert sum(request.output_tokens for request in requests) == 133_966
-    assert max(max(request.token_ids) for request in requests) <= 10_000
 
 
 @pytest.mark.parametrize(("given", "low", "high"), [("512", 512, 512), ("100:1024", 100, 1024), (7, 7, 7)])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import examples
 
 from nanoinfer.engine import metrics as metrics_module
 from nanoinfer.engine.events import FinishedSequence, RequestTiming, StepEvent
@@ -98,7 +99,7 @@ def test_aborted_before_the_first_token_has_no_latencies() -> None:
 gaps = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=30)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.floats(0, 1e6), gaps)
 def test_e2e_is_ttft_plus_tpot_times_the_gaps_exactly(arrival: float, times: list[float]) -> None:
     sequence = SequenceMetrics.of(finished(*(arrival + np.cumsum(times)).tolist(), arrival=arrival))
@@ -113,7 +114,7 @@ def test_e2e_is_ttft_plus_tpot_times_the_gaps_exactly(arrival: float, times: lis
 # -------------------------------------------------------------------------------------------------- distributions
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 5)), max_size=40))
 def test_percentiles_equal_numpys_linear_method(pairs: list[tuple[float, int]]) -> None:
     values, weights = [value for value, _ in pairs], [weight for _, weight in pairs]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 from schedule_properties import STRATEGIES, check
+from thoroughness import examples
 
 
 @pytest.mark.parametrize("property_", STRATEGIES, ids=lambda property_: property_.__name__)
 def test_over_random_schedules(property_: Callable[..., None]) -> None:
-    check(property_, examples=15)
+    check(property_, examples=examples(15))

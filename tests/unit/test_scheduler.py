@@ -8,6 +8,7 @@ from types import FrameType
 import pytest
 from engines import VOCAB, greedy, make_engine, run
 from fake_executor import expected_tokens
+from thoroughness import some
 
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.engine.batch import ScheduledBatch
@@ -205,7 +206,7 @@ class Interrupt:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_interrupt_at_any_line_of_a_step_loses_nothing(overlap: bool) -> None:
     prompts = {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6], "c": [9] * 9}
-    for line in range(1, 1500, 13):
+    for line in some(range(1, 1500, 13)):
         engine, _ = make_engine(num_blocks=9, block_size=2, max_num_batched_tokens=8, overlap=overlap)
         for name, prompt in prompts.items():
             engine.add_request(name, prompt, greedy(6, n=2 if name == "b" else 1))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_run import info, snapshot
 from rich.cells import cell_len
+from thoroughness import examples
 
 from nanoinfer.ui.display import frame, to_terminal
 from nanoinfer.ui.glyphs import ASCII, UNICODE, cells_of, clip, clip_left, harmless, sparkline
@@ -56,7 +57,7 @@ def test_every_figure_is_there_at_every_width(columns: int) -> None:
         assert figure in text, figure
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     columns=st.integers(40, 220),
     lines=st.integers(1, 30),
@@ -120,7 +121,7 @@ def test_text_from_outside_cannot_drive_the_terminal() -> None:
     assert clip("abc", 3, UNICODE) == clip_left("abc", 3, UNICODE) == "abc"
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=4), st.integers(4, 200))
 def test_cells_are_shared_out_in_proportion(values: list[int], width: int) -> None:
     cells = cells_of(values, width)
