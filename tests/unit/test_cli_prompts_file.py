@@ -118,7 +118,7 @@ def test_fields_that_nanoinfer_does_not_honour_are_refused_by_name(field: str) -
         ({"prompt": "x", "max_tokens": True}, "max_tokens is True; it must be a whole number of at least 1."),
         ('{"prompt": "x", "temperature": 1e999}', "temperature is inf; it must be a number from 0 to 100."),
         ({"prompt": "x", "min_tokens": 600}, "min_tokens (600) is above max_tokens (512)."),
-        ({}, "neither 'prompt' nor 'messages' is given."),
+        ({}, "neither 'prompt' (text or a list of token ids) nor 'messages' is given."),
         ({"prompt": "x", "messages": HI}, "both 'prompt' and 'messages' are given; keep one of them."),
         ({"prompt": ["a", "b"]}, "'prompt' holds several prompts; give each its own line."),
         ({"prompt": [1, -1]}, "'prompt' must be text or a list of token ids (whole numbers of at least 0)."),

@@ -145,7 +145,7 @@ def _take_prompt(body: dict[str, Any]) -> str | list[int] | list[dict[str, Any]]
     if "prompt" in body and "messages" in body:
         raise BadFieldError("both 'prompt' and 'messages' are given; keep one of them.")
     if "prompt" not in body and "messages" not in body:
-        raise BadFieldError("neither 'prompt' nor 'messages' is given.")
+        raise BadFieldError("neither 'prompt' (text or a list of token ids) nor 'messages' is given.")
     if "messages" in body:
         return _checked_messages(body.pop("messages"))
     prompt = body.pop("prompt")

@@ -206,17 +206,17 @@ def latency_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
     """Percentiles over the last minute. Below a hundred samples the p99 is hardly more than the maximum, so n is
     shown."""
     latencies = snapshot.latencies
+    no_end = "no answer ended in the last minute" if snapshot.requests.done else "when the first answer ends"
     return [
-        _latency_row("TTFT", latencies.ttft, "from arrival to the first token", layout),
-        _latency_row("TPOT", latencies.tpot, "a request's mean time per further token", layout),
-        _latency_row("ITL", latencies.itl, "each gap between two tokens", layout),
+        _latency_row("TTFT", latencies.ttft, no_end, "from arrival to the first token", layout),
+        _latency_row("TPOT", latencies.tpot, no_end, "a request's mean time per further token", layout),
+        _latency_row("ITL", latencies.itl, "no gap yet", "each gap between two tokens", layout),
     ]
 
 
-def _latency_row(label: str, values: Distribution | None, meaning: str, layout: Layout) -> Row:
+def _latency_row(label: str, values: Distribution | None, without: str, meaning: str, layout: Layout) -> Row:
     if values is None:
-        waiting = "no gap yet" if label == "ITL" else "when the first answer ends"
-        return layout.row(label, [Part(waiting, DIM), Part(meaning, DIM, rank=1)])
+        return layout.row(label, [Part(without, DIM), Part(meaning, DIM, rank=1)])
     parts = [
         Part(f"{name} {milliseconds(value):>8}", style)
         for name, value, style in (("p50", values.p50, BOLD), ("p90", values.p90, ""), ("p99", values.p99, ""))

@@ -69,7 +69,7 @@ class SnapshotBuilder:
 
     def expect(self, sequences: int, tokens_each: float) -> None:
         """How much there is to do: `tokens_each` is the most that an answer can have, in the mean."""
-        self._progress = TokenProgress(sequences, tokens_each)
+        self._progress = TokenProgress(sequences, min(tokens_each, self._info.max_model_len))
 
     def observe(self, event: StepEvent) -> None:
         self.metrics.observe(event)
