@@ -97,6 +97,13 @@ def prefix_sharing() -> dict[str, Any]:
     }
 
 
+def report(result: dict[str, Any], name: str, path: Path | None) -> None:
+    """Print what was measured last and write all so far: a run that is ended early keeps its figures."""
+    print(name, json.dumps(result[name]), flush=True)
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32,bfloat16")
@@ -117,13 +124,11 @@ def main() -> None:
         for name, case in cases.items():
             if name in parts:
                 result[f"{dtype} {name}"] = case()
-                print(f"{dtype} {name}", json.dumps(result[f"{dtype} {name}"]), flush=True)
+                report(result, f"{dtype} {name}", options.json)
         pair.ours.close()
     if "prefix" in parts:
         result["prefix"] = prefix_sharing()
-        print("prefix", json.dumps(result["prefix"]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        report(result, "prefix", options.json)
 
 
 if __name__ == "__main__":

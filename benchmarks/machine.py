@@ -22,7 +22,7 @@ def facts() -> dict[str, object]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    for package in ("torch", "transformers", "numpy", "xxhash"):
+    for package in ("torch", "transformers", "numpy", "numba", "xxhash"):
         try:
             result[package] = version(package)
         except PackageNotFoundError:
