@@ -36,7 +36,8 @@ def main(count: int, tp: int) -> int:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
         answers, after_first, began = set(), None, time.perf_counter()
         for number in range(count):
-            with LLM(folder, load_format="dummy", device="cpu", num_blocks=64, tensor_parallel_size=tp) as llm:
+            options = {"load_format": "dummy", "device": "cpu", "kernels": "cpu", "num_blocks": 64}
+            with LLM(folder, tensor_parallel_size=tp, **options) as llm:
                 answers.add(tuple(llm.generate([[5, 6, 7]], PARAMS)[0].outputs[0].token_ids))
             after_first = after_first or left_behind()
             if left_behind() != after_first:

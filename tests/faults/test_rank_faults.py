@@ -74,7 +74,9 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
 
 
 def start(model: Path, **options: Any) -> LLM:
-    return LLM(str(model), load_format="dummy", device="cpu", num_blocks=64, tensor_parallel_size=2, **options)
+    # Without numba, whose import costs as much as all the rest of a start.
+    common = {"load_format": "dummy", "device": "cpu", "kernels": "cpu", "num_blocks": 64, "tensor_parallel_size": 2}
+    return LLM(str(model), **common, **options)
 
 
 FAILURES = [
@@ -225,7 +227,8 @@ class Program:
         environment = os.environ | {"NANOINFER_TEST_FAULT": fault, "NANOINFER_TEST_STEP": str(step)}
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "faulty_main.py"), "generate", "-m", str(model), "--load-format", "dummy",
-             "--device", "cpu", "--tp", "2", "--num-blocks", "64", "-f", str(model / "in.jsonl"), "-o", str(self.out)],
+             "--device", "cpu", "--kernels", "cpu", "--tp", "2",
+             "--num-blocks", "64", "-f", str(model / "in.jsonl"), "-o", str(self.out)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
         )  # fmt: skip
 
@@ -274,8 +277,8 @@ def test_ranks_that_torchrun_starts(model: Path):
     """Over TCP and the environment's own rendezvous, as between hosts; the others leave the command line to rank 0."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nanoinfer",
-        "bench", "-m", str(model), "--load-format", "dummy", "--device", "cpu", "--num-blocks", "64", "--num-prompts",
-        "2", "--input-len", "5", "--output-len", "4", "--json", "--tp", "2",
+        "bench", "-m", str(model), "--load-format", "dummy", "--device", "cpu", "--kernels", "cpu", "--num-blocks", "64",
+        "--num-prompts", "2", "--input-len", "5", "--output-len", "4", "--json", "--tp", "2",
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

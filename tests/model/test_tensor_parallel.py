@@ -56,7 +56,7 @@ def cases(tmp_path_factory):
 def test_greedy_ids_equal_transformers(cases, monkeypatch, name, tp):
     folder, prompts, expected = cases(name)
     use_thread_ranks(monkeypatch)
-    with LLM(folder, device="cpu", num_blocks=128, tensor_parallel_size=tp) as llm:
+    with LLM(folder, device="cpu", kernels="cpu", num_blocks=128, tensor_parallel_size=tp) as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
         assert llm.info.tensor_parallel_size == tp
 
@@ -79,7 +79,7 @@ def test_schedules_do_not_matter(cases, monkeypatch, options, overlapped):
     use_thread_ranks(monkeypatch)
     if overlapped:
         monkeypatch.setattr(build, "make_runner", overlapped_runner)
-    with LLM(folder, device="cpu", tensor_parallel_size=2, **({"num_blocks": 128} | options)) as llm:
+    with LLM(folder, device="cpu", kernels="cpu", tensor_parallel_size=2, **({"num_blocks": 128} | options)) as llm:
         outputs = llm.generate(prompts, GREEDY)
         assert [output.outputs[0].token_ids for output in outputs] == expected
         preempted = sum(output.outputs[0].preemptions for output in outputs)
@@ -121,7 +121,7 @@ def test_every_sampling_rule_gives_what_one_rank_gives(cases, monkeypatch, tp, o
             use_thread_ranks(monkeypatch)
             if overlapped:
                 monkeypatch.setattr(build, "make_runner", overlapped_runner)
-        with LLM(folder, device="cpu", num_blocks=128, tensor_parallel_size=size) as llm:
+        with LLM(folder, device="cpu", kernels="cpu", num_blocks=128, tensor_parallel_size=size) as llm:
             outputs = []
             for first, last in ((0, 1), (1, 3), (3, 6), (0, 6)):
                 outputs += llm.generate(prompts[first:last], SAMPLING[first:last])
@@ -138,7 +138,7 @@ def test_plain_steps_exchange_only_what_they_must(cases, monkeypatch):
     """Two sums per layer, one for the embedding, and one exchange of the best tokens; logits stay where they are."""
     folder, prompts, _ = cases("qwen3-gqa2")
     use_thread_ranks(monkeypatch)
-    with LLM(folder, device="cpu", num_blocks=128, tensor_parallel_size=2) as llm:
+    with LLM(folder, device="cpu", kernels="cpu", num_blocks=128, tensor_parallel_size=2) as llm:
         group = llm._executor.groups[0]
         for params, exchanges in ((SAMPLING[0], 2 * 2 + 2), (SAMPLING[1], 2 * 2 + 3)):
             before, steps = group.num_exchanges, llm.events.subscribe()
@@ -154,7 +154,7 @@ def test_the_pool_is_what_the_poorest_rank_can_have(cases, monkeypatch):
     use_thread_ranks(monkeypatch)
     budgets = iter([64 << 20, 3 << 20, 100 << 20, 50 << 20])
     monkeypatch.setattr(build.memory, "cpu_kv_budget", lambda usable: next(budgets))
-    with LLM(folder, device="cpu", tensor_parallel_size=4) as llm:
+    with LLM(folder, device="cpu", kernels="cpu", tensor_parallel_size=4) as llm:
         assert llm.info.kv_bytes <= (3 << 20) // 4 < llm.info.kv_bytes + llm.info.kv_bytes // llm.info.num_blocks
         assert llm.generate(prompts[1], GREEDY)[0].outputs[0].token_ids == expected[1]
 
@@ -162,7 +162,7 @@ def test_the_pool_is_what_the_poorest_rank_can_have(cases, monkeypatch):
 def test_sizes_that_do_not_divide_the_heads_are_refused_with_those_that_do(cases):
     folder, _, _ = cases("smollm2-gqa3-tied")
     with pytest.raises(ConfigError, match=r"^9 attention heads cannot be split over 2 ranks; .* --tp 1, 3 and 9\.$"):
-        LLM(folder, device="cpu", tensor_parallel_size=2)
+        LLM(folder, device="cpu", kernels="cpu", tensor_parallel_size=2)
 
 
 def test_random_weights_are_those_of_one_rank(monkeypatch):
@@ -170,6 +170,6 @@ def test_random_weights_are_those_of_one_rank(monkeypatch):
     for tp in (1, 2):
         if tp > 1:
             use_thread_ranks(monkeypatch)
-        with LLM(load_format="dummy", device="cpu", num_blocks=16, tensor_parallel_size=tp) as llm:
+        with LLM(load_format="dummy", device="cpu", kernels="cpu", num_blocks=16, tensor_parallel_size=tp) as llm:
             outputs.append(llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids)
     assert outputs[0] == outputs[1]
