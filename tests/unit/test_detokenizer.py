@@ -96,6 +96,7 @@ def test_a_long_row_of_replacement_characters_in_single_bytes_streams_exactly() 
 
 @settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.sampled_from([256, 257, 258, 259, 260, *" až你好😀\n\ufffd"]), max_size=20), any_cuts)
+@example(["\ufffd", "你"], [])
 def test_byte_fallback_text_streams_exactly(parts: list[int | str], cuts: list[int]) -> None:
     ids = [i for part in parts for i in (part.encode() if isinstance(part, str) else [part])]
     assert "".join(stream(ids, cuts, decode_fallback)) == decode_fallback(ids)
@@ -186,6 +187,7 @@ few = st.text("abc", min_size=1, max_size=5)
 
 @settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(few, min_size=1, max_size=3))
+@example(["abc"], ["c", "b", "ab"])
 def test_stop_string_is_found_and_cut_exactly_wherever_the_pieces_are_cut(pieces: list[str], stop: list[str]) -> None:
     scanner, shown, found = StopScanner(stop), "", None
     for piece in pieces:
