@@ -277,8 +277,8 @@ def test_ranks_that_torchrun_starts(model: Path):
     """Over TCP and the environment's own rendezvous, as between hosts; the others leave the command line to rank 0."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nanoinfer",
-        "bench", "-m", str(model), "--load-format", "dummy", "--device", "cpu", "--kernels", "cpu", "--num-blocks", "64",
-        "--num-prompts", "2", "--input-len", "5", "--output-len", "4", "--json", "--tp", "2",
+        "bench", "-m", str(model), "--load-format", "dummy", "--device", "cpu", "--kernels", "cpu",
+        "--num-blocks", "64", "--num-prompts", "2", "--input-len", "5", "--output-len", "4", "--json", "--tp", "2",
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
