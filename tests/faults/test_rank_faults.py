@@ -262,7 +262,8 @@ def test_ctrl_c(model: Path, log: Log, phase: str, times: int):
         time.sleep(0.05 * i)
         program.interrupt()
     code, _ = program.finish()
-    assert code == 130
+    # A shell sees 130 either way: the second may come when the interpreter is ending and die of the signal itself.
+    assert code in ((130,) if times == 1 else (130, -signal.SIGINT))
 
 
 def test_killed_parents_leave_no_ranks(model: Path, log: Log):
