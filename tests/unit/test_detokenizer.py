@@ -94,6 +94,11 @@ def test_a_long_row_of_replacement_characters_in_single_bytes_streams_exactly() 
         assert "".join(stream(ids, every_token)) == decode_bytes(ids)
 
 
+def test_a_special_token_among_many_invalid_bytes_repeats_nothing() -> None:
+    ids = [*[0xFF] * 30, SPECIAL, 256 + 6, 0xFF]  # the window of undecided ids is cut before the special token
+    assert "".join(stream(ids, every_token)) == decode_bytes(ids)
+
+
 @settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.sampled_from([256, 257, 258, 259, 260, *" až你好😀\n\ufffd"]), max_size=20), any_cuts)
 @example(["\ufffd", "你"], [])

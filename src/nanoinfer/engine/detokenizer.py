@@ -24,8 +24,9 @@ class IncrementalDecoder:
     SentencePiece's drop the space before the first id that they see, so a piece is what the new ids add to the
     context's text, never their own decoding. The window only ever starts at a character's edge.
 
-    Exact for byte-level tokenizers and any ids. Where bytes are single tokens ("byte fallback") and the model writes
-    invalid UTF-8, the characters shown before the bad byte stay, while decoding all ids at once may drop them.
+    Exact for byte-level tokenizers and any ids, unless special tokens by the handful stand inside one character. Where
+    bytes are single tokens ("byte fallback") and the model writes invalid UTF-8, the characters shown before the bad
+    byte stay, while decoding all ids at once may drop them.
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int] = ()) -> None:
@@ -60,6 +61,7 @@ class IncrementalDecoder:
         else:
             # Ids without text (skipped special tokens) must not become the context: it would show no space.
             del self._window[self._settled : cut]
+            return piece  # what was emitted may reach beyond them, into invalid bytes
         self._emitted = len(self._decode(self._window[: self._settled]))
         return piece
 
