@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from hypothesis import settings
 from thoroughness import THOROUGH, examples
 
@@ -9,3 +11,11 @@ from thoroughness import THOROUGH, examples
 settings.register_profile("thorough", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=examples(100), derandomize=True, database=None)
 settings.load_profile("thorough" if THOROUGH else "quick")
+
+# Modules and collected tests stay to the end: looking for garbage among them again and again would cost a lot of time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

@@ -1,4 +1,4 @@
-"""How much the tests of this folder try: a fifth of their cases, or all of them where NANOINFER_TESTS=thorough.
+"""How much the tests of this folder try: a tenth of their cases, or all of them where NANOINFER_TESTS=thorough.
 
 The quick form is for every save of a file: the same cases each time, in under three seconds in all. `scripts/test` runs
 the thorough form. Only repeated cases thin out, random examples and exhaustive loops: no test is left out.
@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 THOROUGH = os.environ.get("NANOINFER_TESTS", "quick") == "thorough"
-ONE_IN = 1 if THOROUGH else 5
+ONE_IN = 1 if THOROUGH else 10
 
 
 def examples(thorough: int) -> int:
@@ -22,5 +22,5 @@ def examples(thorough: int) -> int:
 
 
 def some(cases: Sequence[T]) -> Sequence[T]:
-    """Every fifth case of an exhaustive loop from the first one on, or all of them."""
+    """Every tenth case of an exhaustive loop from the first one on, or all of them."""
     return cases[::ONE_IN]
