@@ -16,6 +16,7 @@ KernelChoice = Literal["auto", "triton", "numba", "cpu", "compiled", "eager"]
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
+DEFAULT_MAX_TOKENS = 512  # of an answer, where neither the model nor the user says anything
 MAX_SEED = 2**62  # sample i uses seed + i, and seeds are kept as 64-bit integers
 
 

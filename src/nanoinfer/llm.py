@@ -9,7 +9,7 @@ from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
-from nanoinfer.config import EngineConfig, SamplingParams
+from nanoinfer.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams
 from nanoinfer.engine.outputs import OutputDelta, RequestOutput
 from nanoinfer.errors import ConfigError, EngineError, RequestError
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
-DEFAULT_MAX_TOKENS = 512
 # The fields of generation_config.json that are a model's own sampling defaults.
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanoinfer.errors import ConfigError
 from nanoinfer.runner import machine
+from nanoinfer.runner.build import resolve_device
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +35,25 @@ def test_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (facts["CUDA"], facts["GPU 1"]) == ("12.8", "Some GPU, 80.0 GiB, compute capability 9.0")
     assert facts["default"].startswith("cuda, bfloat16, ")
     assert facts["numba"] == "not in use: the device is a GPU"
+
+
+@pytest.mark.parametrize(
+    ("choice", "gpus", "built_for", "message"),
+    [
+        ("cuda", 0, None, "device 'cuda' is not there: this torch is built without CUDA; use --device cpu or auto."),
+        ("cuda:0", 0, "12.8", "device 'cuda:0' is not there: torch sees no CUDA device; use --device cpu or auto."),
+        ("cuda:1", 1, "12.8", "device 'cuda:1' is not there: torch sees cuda:0 only; use --device cpu or auto."),
+        ("cuda:7", 2, "12.8", "device 'cuda:7' is not there: torch sees cuda:0 to cuda:1; use --device cpu or auto."),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, choice: str, gpus: int, built_for: str | None, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    with pytest.raises(ConfigError) as error:
+        resolve_device(choice)
+    assert str(error.value) == message
+    if gpus:
+        assert str(resolve_device(f"cuda:{gpus - 1}")) == f"cuda:{gpus - 1}"

@@ -29,7 +29,9 @@ def run(llm: LLM, steps: int) -> None:
 
 
 @pytest.mark.parametrize(("skip", "steps", "recorded"), [(0, 9, 3), (5, 20, 3), (0, 3, 2), (4, 5, 0)])
-def test_what_is_recorded(llm: LLM, tmp_path: Path, skip: int, steps: int, recorded: int) -> None:
+def test_what_is_recorded(
+    llm: LLM, tmp_path: Path, capfd: pytest.CaptureFixture[str], skip: int, steps: int, recorded: int
+) -> None:
     path = tmp_path / "trace.json.gz"
     trace = llm.trace_steps(path, skip=skip, count=3)
     run(llm, steps)
@@ -42,6 +44,7 @@ def test_what_is_recorded(llm: LLM, tmp_path: Path, skip: int, steps: int, recor
         assert {f"ProfilerStep#{skip + 1 + i}" for i in range(recorded)} <= names
         assert f"ProfilerStep#{skip}" not in names
         assert "aten::linear" in names
+    assert capfd.readouterr() == ("", "")
     run(llm, 2)  # goes on as before
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanoinfer.errors import ModelError
-from nanoinfer.models.config import ModelConfig, RopeConfig
+from nanoinfer.models.config import ModelConfig, RopeConfig, token_ids
 
 QWEN3_06B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
@@ -204,10 +204,10 @@ def test_dtype_under_either_name_or_absent() -> None:
 
 
 def test_eos_is_one_id_a_list_or_nothing() -> None:
-    assert parse(QWEN3_06B).eos_token_ids == (151645,)
-    assert parse(LLAMA31_8B).eos_token_ids == (128001, 128008, 128009)
-    assert parse(QWEN3_06B, eos_token_id=None, bos_token_id=None).eos_token_ids == ()
-    assert parse(QWEN3_06B, bos_token_id=0, eos_token_id=0).bos_token_id == 0
+    assert token_ids(QWEN3_06B["eos_token_id"]) == (151645,)
+    assert token_ids(LLAMA31_8B["eos_token_id"]) == (128001, 128008, 128009)
+    assert token_ids(None) == token_ids([None, -1, True]) == ()
+    assert token_ids(0) == (0,)
 
 
 def test_the_language_model_inside_a_multimodal_config() -> None:

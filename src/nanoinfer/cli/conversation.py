@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Message = dict[str, str]
+from nanoinfer.engine.chat_template import Message
 
 
 @dataclass

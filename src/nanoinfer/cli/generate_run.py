@@ -25,11 +25,10 @@ from nanoinfer.cli.resume import already_complete, refuse_other_parameters, resu
 from nanoinfer.cli.run_identity import entry_keys, parameters_asked_for, run_parameters
 from nanoinfer.cli.session import Session
 from nanoinfer.cli.step_traces import make_folder, traced
-from nanoinfer.config import EngineConfig, SamplingParams
+from nanoinfer.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams
 from nanoinfer.errors import UserError
 from nanoinfer.ui import text
 
-DEFAULT_MAX_TOKENS = 512
 UNTRACED_STEPS = 4  # of a run, in which kernels may still be compiled or captured
 
 

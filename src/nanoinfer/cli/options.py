@@ -22,10 +22,10 @@ from nanoinfer.config import (
     SchedulePolicy,
 )
 from nanoinfer.errors import ConfigError
+from nanoinfer.ui.plain import UiChoice
 
 MODEL, ENGINE, SAMPLING, DISPLAY = "Model", "Engine", "Sampling", "Display and logs"
 
-UiChoice = Literal["auto", "live", "log", "none"]
 ThinkChoice = Literal["auto", "on", "off"]
 ThinkingDisplay = Literal["show", "hide"]
 OnError = Literal["record", "skip", "fail"]

@@ -11,7 +11,6 @@ from typing import Any
 
 from nanoinfer.cli.prompts_file import BadLine, Entry, PromptRequest
 from nanoinfer.engine.batch import TokenLogprobs
-from nanoinfer.engine.events import RequestTiming
 from nanoinfer.engine.outputs import CompletionOutput, RequestOutput, Usage
 from nanoinfer.ui.text import visible
 
@@ -95,25 +94,17 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 def timing_fields(output: RequestOutput) -> dict[str, Any]:
     """Latencies in milliseconds; null where the request never got so far. TPOT is of the first sample."""
     timing, first = output.timing, output.outputs[0]
-    own = first.timing or timing
-    tpot = None
-    if own.first_token is not None and own.last_token is not None and len(first.token_ids) > 1:
-        tpot = (own.last_token - own.first_token) / (len(first.token_ids) - 1)
     return {
-        "queue_ms": _ms(_since(timing, timing.first_scheduled)),
-        "ttft_ms": _ms(_since(timing, timing.first_token)),
-        "tpot_ms": _ms(tpot),
-        "e2e_ms": _ms(_since(timing, timing.last_token)),
+        "queue_ms": _rounded(timing.queue_ms),
+        "ttft_ms": _rounded(timing.ttft_ms),
+        "tpot_ms": _rounded((first.timing or timing).tpot_ms(len(first.token_ids))),
+        "e2e_ms": _rounded(timing.e2e_ms),
         "preemptions": sum(sample.preemptions for sample in output.outputs),
     }
 
 
-def _since(timing: RequestTiming, moment: float | None) -> float | None:
-    return None if moment is None else moment - timing.arrival
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 3)
+def _rounded(ms: float | None) -> float | None:
+    return None if ms is None else round(ms, 3)
 
 
 def _flat_choice(request: PromptRequest, sample: CompletionOutput) -> dict[str, Any]:

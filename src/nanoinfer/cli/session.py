@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.options import DisplayOptions
 from nanoinfer.config import EngineConfig
+from nanoinfer.loading import Notify
 from nanoinfer.ui.console import Console, in_ascii
 from nanoinfer.ui.loading import LoadingDisplay
 from nanoinfer.ui.text import byte_size, count
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from nanoinfer.cli.length_check import PromptLimits
     from nanoinfer.engine.info import EngineInfo
     from nanoinfer.llm import LLM
-
-Notify = Callable[[str, int, int], None]
 
 
 def open_llm(config: EngineConfig, notify: Notify) -> LLM:

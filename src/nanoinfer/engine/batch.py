@@ -44,10 +44,6 @@ class ScheduledBatch:
     samples: list[bool]
     num_decodes: int  # how many leading sequences have counts == 1 and samples == True
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.counts)
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -23,6 +23,31 @@ class RequestTiming:
     last_token: float | None = None
     finished: float | None = None
 
+    @property
+    def queue_ms(self) -> float | None:
+        return _gap_ms(self.arrival, self.first_scheduled)
+
+    @property
+    def prefill_ms(self) -> float | None:
+        return _gap_ms(self.first_scheduled, self.first_token)
+
+    @property
+    def ttft_ms(self) -> float | None:
+        return _gap_ms(self.arrival, self.first_token)
+
+    @property
+    def e2e_ms(self) -> float | None:
+        return _gap_ms(self.arrival, self.last_token)
+
+    def tpot_ms(self, output_tokens: int) -> float | None:
+        """Of a sequence with so many output tokens; one alone has none."""
+        decode_ms = _gap_ms(self.first_token, self.last_token)
+        return decode_ms / (output_tokens - 1) if decode_ms is not None and output_tokens > 1 else None
+
+
+def _gap_ms(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else (end - start) * 1e3
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedSequence:

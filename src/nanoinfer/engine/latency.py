@@ -77,8 +77,6 @@ class SequenceMetrics:
     @classmethod
     def of(cls, sequence: FinishedSequence) -> SequenceMetrics:
         timing = sequence.timing
-        decode_ms = _gap_ms(timing.first_token, timing.last_token)
-        gaps = sequence.output_tokens - 1
         return cls(
             request_id=sequence.request_id,
             index=sequence.index,
@@ -88,11 +86,11 @@ class SequenceMetrics:
             output_tokens=sequence.output_tokens,
             preemptions=sequence.preemptions,
             arrival=timing.arrival,
-            queue_ms=_gap_ms(timing.arrival, timing.first_scheduled),
-            prefill_ms=_gap_ms(timing.first_scheduled, timing.first_token),
-            ttft_ms=_gap_ms(timing.arrival, timing.first_token),
-            tpot_ms=decode_ms / gaps if decode_ms is not None and gaps >= 1 else None,
-            e2e_ms=_gap_ms(timing.arrival, timing.last_token),
+            queue_ms=timing.queue_ms,
+            prefill_ms=timing.prefill_ms,
+            ttft_ms=timing.ttft_ms,
+            tpot_ms=timing.tpot_ms(sequence.output_tokens),
+            e2e_ms=timing.e2e_ms,
             token_times=sequence.token_times,
         )
 
@@ -114,10 +112,6 @@ class SequenceMetrics:
         else:
             value = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2e_ms}[slo.metric]
         return value is None or value <= slo.limit_ms
-
-
-def _gap_ms(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else (end - start) * 1e3
 
 
 @dataclass(frozen=True, slots=True)

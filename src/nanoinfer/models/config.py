@@ -161,8 +161,6 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     dtype: str | None = None
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any], *, source: str) -> ModelConfig:
@@ -203,8 +201,6 @@ class ModelConfig:
             mlp_bias=architecture == "LlamaForCausalLM" and bool(d.get("mlp_bias")),
             qk_norm=architecture == "Qwen3ForCausalLM",
             dtype=dtype if dtype in DTYPE_BYTES else None,
-            bos_token_id=next(iter(token_ids(d.get("bos_token_id"))), None),
-            eos_token_ids=token_ids(d.get("eos_token_id")),
         )
 
     def kv_heads_per_rank(self, tp: int = 1) -> int:

@@ -84,7 +84,9 @@ def resolve_device(choice: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            have = f"torch sees {count} CUDA devices" if count else "torch sees no CUDA device"
+            have = "torch sees no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
+            if count:
+                have = f"torch sees cuda:0 to cuda:{count - 1}" if count > 1 else "torch sees cuda:0 only"
             raise ConfigError(f"device '{choice}' is not there: {have}; use --device cpu or auto.")
     return device
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ class StepTrace:
         self._before, self._count = skip + 1, count
         self._steps = 0
         self._closed = False
+        # Else the library below torch writes lines of its own into the display; it reads this when it first starts.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
