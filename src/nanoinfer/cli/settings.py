@@ -48,7 +48,9 @@ def read_settings(path: Path, spellings: Mapping[str, Mapping[str, str]]) -> dic
                 raise ConfigError(f"{path}: {_unknown(key, tables, spellings)}")
             for command in takers:
                 # A command's own table comes after the top level in the file (TOML), so it wins.
-                defaults[command][spellings[command][_canonical(key)]] = entry
+                # A fraction is passed as text: typer 0.27 makes an int of the number 2.5 without a word.
+                value_or_text = str(entry) if isinstance(entry, float) else entry
+                defaults[command][spellings[command][_canonical(key)]] = value_or_text
     return defaults
 
 
