@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program
 from fake_llm import FakeLLM
+from program import Program
 
 from nanoinfer.cli.bench import join_goodput
 from nanoinfer.cli.bench_run import default_model

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Program
 from fake_llm import FakeLLM
+from program import Program
 
 from nanoinfer.engine.latency import SequenceMetrics
 from nanoinfer.engine.trace import read_trace

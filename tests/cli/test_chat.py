@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program
 from fake_llm import ByteTokenizer, FakeLLM, shout
+from program import Program
 
 HERE = Path(__file__).parent
 

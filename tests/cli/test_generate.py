@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program
 from fake_llm import FakeLLM, die_at
+from program import Program
 
 from nanoinfer.cli.length_check import PromptLimits
 from nanoinfer.errors import EngineError

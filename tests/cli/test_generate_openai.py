@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program
+from program import Program
 from test_generate import HI, read_lines, write_lines
 
 

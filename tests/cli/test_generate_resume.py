@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program, Result
 from fake_llm import FakeLLM, die_at
+from program import Program, Result
 from test_generate import read_lines, read_partial, write_lines
 
 from nanoinfer.cli.resume import resume_command

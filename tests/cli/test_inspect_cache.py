@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program
 from fake_llm import FakeLLM
+from program import Program
 
 PREFIX = "the same beginning of all prompts, 44 letters"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program
+from program import Program
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 

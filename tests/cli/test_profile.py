@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import Program
+from program import Program
 
 
 def test_generate_traces_steps_after_the_first(nanoinfer: Program, tmp_path: Path) -> None:

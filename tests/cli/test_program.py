@@ -10,8 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import Program, Result
 from fake_llm import FakeLLM
+from program import Program, Result
 
 from nanoinfer.config import EngineConfig
 
