@@ -224,7 +224,7 @@ def chunk_behind_history(
         bench.variant(f"chunk/{model.name}/b{batch}/q{queries}/c{context}/{label(shape)}", chunk, expected=expected)
 
 
-def library_attention(bench: Bench, model: Model, length: int) -> None:
+def vendor_attention(bench: Bench, model: Model, length: int) -> None:
     """torch's own attention on one contiguous sequence, for comparison."""
     q, k, v = (randn(bench, 1, n, length, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads))
     for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):

@@ -56,7 +56,7 @@ def section_prefill(bench: Bench) -> None:
     cases.prefill(bench, QWEN3_8B, [8192], (16, 64), [None])
     for batch, queries, context in ((1, 512, 8192), (32, 64, 1024), (1, 8, 4096)):
         cases.chunk_behind_history(bench, QWEN3_0_6B, batch, queries, context, [None])
-    cases.library_attention(bench, QWEN3_0_6B, 16384)
+    cases.vendor_attention(bench, QWEN3_0_6B, 16384)
 
 
 def section_linear(bench: Bench) -> None:

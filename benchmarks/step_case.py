@@ -60,7 +60,7 @@ class StepChain:
         sampling.lm_head_sample(x, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
         return x
 
-    def library(self) -> Tensor:
+    def cublas(self) -> Tensor:
         """cuBLAS for every product."""
         residual = self.x
         x = norm.rms_norm(residual, self.layers[0].norm, EPS)
@@ -77,7 +77,7 @@ class StepChain:
 def decode_step(bench: Bench, model: Model, batch: int, context: int, block_size: int = 16) -> None:
     chain = StepChain(bench, model, batch, context, block_size)
     key = f"step/{model.name}/b{batch}/c{context}/bs{block_size}"
-    checked: dict[str, Any] = {"expected": chain.library(), "tolerance": 0.2}
+    checked: dict[str, Any] = {"expected": chain.cublas(), "tolerance": 0.2}
     if batch == 1:
         bench.variant(f"{key}/gemv", lambda: chain.fused(gemv.gemv), **checked)
         modules = (gemv, decode_attention, sampling)
@@ -90,7 +90,7 @@ def decode_step(bench: Bench, model: Model, batch: int, context: int, block_size
     if batch <= skinny_matmul.MAX_TOKENS:
         bench.variant(f"{key}/skinny", lambda: chain.fused(skinny_matmul.skinny_matmul), **checked)
         bench.variant(f"{key}/mixed", chain.mixed, **checked)
-    bench.variant(f"{key}/cublas", chain.library)
+    bench.variant(f"{key}/cublas", chain.cublas)
 
 
 def decode_step_with_one_carveout(bench: Bench, model: Model, batch: int, context: int) -> None:
@@ -113,7 +113,7 @@ def decode_step_with_one_carveout(bench: Bench, model: Model, batch: int, contex
         return kernel
 
     key = f"step/{model.name}/b{batch}/c{context}/bs16"
-    expected = chain.library()
+    expected = chain.cublas()
     bench.variant(f"{key}/gemv-again", lambda: chain.fused(gemv.gemv), expected=expected, tolerance=0.2)
     JITFunction.run = run_and_ask
     try:
