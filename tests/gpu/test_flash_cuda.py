@@ -20,8 +20,8 @@ from attention_cases import CHUNKS, DECODES, StoreOnly, make_case, twin  # noqa:
 def test_steps_equal_the_slow_twin(work, heads):
     from dataclasses import replace
 
-    from nanoinfer.attention.base import HeadLayout
     from nanoinfer.attention.flash import FlashAttention
+    from nanoinfer.kernels.heads import NO_QK_NORM, HeadLayout
 
     num_decodes = len(DECODES) if work[: len(DECODES)] == DECODES else 0
     qkv, batch, caches = make_case(work, num_decodes, heads, 256, torch.bfloat16)
@@ -29,7 +29,7 @@ def test_steps_equal_the_slow_twin(work, heads):
     batch = replace(batch, **{name: getattr(batch, name).cuda() for name in tensors})
     qkv, caches = qkv.cuda(), tuple(cache.cuda() for cache in caches)
     backend = FlashAttention(HeadLayout(*heads, scale=heads[2] ** -0.5), torch.empty(0), StoreOnly())
-    out = backend.plan(batch).run(qkv, None, caches).view(len(qkv), heads[0], heads[2])
+    out = backend.plan(batch).run(qkv, NO_QK_NORM, caches).view(len(qkv), heads[0], heads[2])
     torch.testing.assert_close(out, twin(qkv, batch, caches, heads), atol=2e-2, rtol=2e-2)
 
 

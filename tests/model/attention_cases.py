@@ -17,10 +17,10 @@ CHUNKS = [(0, 1), (0, 5), (0, 33), (16, 16), (5, 3), (31, 2), (300, 17), (1, 300
 class StoreOnly(KernelSet):
     """No norm and no rotation, so that q, k and v are what the test made."""
 
-    def qk_norm_rope_store(self, qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slots, *heads):
-        num_heads, num_kv_heads, head_dim = heads
+    def qk_norm_rope_store(self, qkv, heads, norm, cos_sin, step, cache):
+        num_heads, num_kv_heads, head_dim = heads.counts
         split = qkv.view(len(qkv), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        reference.store_kv(split[1], split[2], k_cache, v_cache, slots)
+        reference.store_kv(split[1], split[2], *cache, step.slot_mapping)
         return split
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from nanoinfer.attention.base import HeadLayout
 from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.batch import NewSequence, ScheduledBatch, TokenLogprobs
+from nanoinfer.kernels.heads import HeadLayout
 from nanoinfer.kernels.kernel_set import EAGER, KernelSet
 from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import ModelConfig

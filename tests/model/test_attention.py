@@ -7,13 +7,13 @@ import torch
 from attention_cases import CHUNKS, DECODES, StoreOnly, make_case, twin
 
 from nanoinfer.attention import torch as torch_attention
-from nanoinfer.attention.base import HeadLayout
 from nanoinfer.attention.torch import TorchAttention
+from nanoinfer.kernels.heads import NO_QK_NORM, HeadLayout
 
 
 def run(qkv, batch, caches, heads):
     backend = TorchAttention(HeadLayout(*heads, scale=heads[2] ** -0.5), torch.empty(0), StoreOnly())
-    return backend.plan(batch).run(qkv, None, caches).view(len(qkv), heads[0], heads[2])
+    return backend.plan(batch).run(qkv, NO_QK_NORM, caches).view(len(qkv), heads[0], heads[2])
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 256])
@@ -65,5 +65,5 @@ def test_plan_serves_all_layers_with_their_own_caches():
     backend = TorchAttention(HeadLayout(*heads, scale=heads[2] ** -0.5), torch.empty(0), StoreOnly())
     plan = backend.plan(batch)
     for layer in (caches, other, caches):
-        out = plan.run(qkv, None, layer).view(len(qkv), 4, 64)
+        out = plan.run(qkv, NO_QK_NORM, layer).view(len(qkv), 4, 64)
         torch.testing.assert_close(out, twin(qkv, batch, layer, heads), atol=2e-5, rtol=1e-4)

@@ -13,8 +13,8 @@ import torch
 from attention_cases import CHUNKS, DECODES, StoreOnly, make_case, twin
 
 from nanoinfer.attention import flash
-from nanoinfer.attention.base import HeadLayout
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.heads import NO_QK_NORM, HeadLayout
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_equals_the_slow_twin(calls, work, kinds):
     num_decodes = len(DECODES) if work[: len(DECODES)] == DECODES else 0
     qkv, batch, caches = make_case(work, num_decodes, heads, 256)
     backend = flash.FlashAttention(HeadLayout(*heads, scale=heads[2] ** -0.5), torch.empty(0), StoreOnly())
-    out = backend.plan(batch).run(qkv, None, caches).view(len(qkv), 4, 64)
+    out = backend.plan(batch).run(qkv, NO_QK_NORM, caches).view(len(qkv), 4, 64)
     torch.testing.assert_close(out, twin(qkv, batch, caches, heads), atol=2e-5, rtol=1e-4)
     assert calls == kinds
 

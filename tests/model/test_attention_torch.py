@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
-from nanoinfer.attention.base import AttentionBatch, HeadLayout, QKNorm
+from nanoinfer.attention.base import AttentionBatch
 from nanoinfer.attention.numba import NumbaAttention
 from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.cpu_set import CpuKernels
+from nanoinfer.kernels.heads import NO_QK_NORM, HeadLayout, QKNorm
 from nanoinfer.kernels.kernel_set import EAGER
 from nanoinfer.kernels.numba_set import NumbaKernels
 
@@ -77,7 +78,7 @@ def check(work, ratio, head_dim, block_size, *, kernels=EAGER, has_norm=False, p
 
     kind = NumbaAttention if kernels is NUMBA else TorchAttention
     backend = kind(HeadLayout(heads, kv_heads, head_dim, scale), cos_sin, kernels)
-    norm = QKNorm(*weights, EPS) if has_norm else None
+    norm = QKNorm(*weights, EPS) if has_norm else NO_QK_NORM
     out = backend.plan(batch).run(qkv, norm, tuple(caches))
 
     assert not expected.isnan().any()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_parity import FAMILIES
 
-from nanoinfer.attention.base import HeadLayout
 from nanoinfer.attention.torch import TorchAttention
+from nanoinfer.kernels.heads import HeadLayout
 from nanoinfer.kernels.kernel_set import EAGER, KernelSet
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.registry import build_model
@@ -30,9 +30,9 @@ class Recording(KernelSet):
         self.seen.add(("norm_swiglu", len(x)))
         return EAGER.norm_swiglu(x, *args)
 
-    def head_sample(self, x, *args):
-        self.seen.add(("head_sample", len(x)))
-        return EAGER.head_sample(x, *args)
+    def head_best(self, x, *args):
+        self.seen.add(("head_best", len(x)))
+        return EAGER.head_best(x, *args)
 
 
 def start(kernels):
@@ -49,7 +49,7 @@ def test_every_operation_runs_at_every_size_and_the_cache_stays_as_it_is():
     compilation, cache = start(kernels)
     compilation.wait()
     expected = {(name, tokens) for name in ("norm_linear", "linear_add", "norm_swiglu") for tokens in TOKENS}
-    assert kernels.seen == expected | {("head_sample", 1)}
+    assert kernels.seen == expected | {("head_best", 1)}
     assert all((tensor == 7).all() for tensor in cache)
 
 

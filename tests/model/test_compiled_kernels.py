@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanoinfer.kernels import compiled_set
+from nanoinfer.kernels.heads import HeadLayout, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import EAGER
 
 pytestmark = [
@@ -30,10 +31,11 @@ def test_equals_the_plain_set_and_compiles_each_function_twice_at_most():
         results = []
         for one in (kernels, EAGER):
             caches = [torch.zeros(6, 16, kv_heads, dim) for _ in range(2)]
-            out = one.qk_norm_rope_store(
-                qkv, torch.ones(dim), torch.ones(dim), 1e-6, torch.randn(100, dim, generator=torch.manual_seed(1)),
-                torch.arange(num_tokens), *caches, slots, heads, kv_heads, dim,
-            )  # fmt: skip
+            cos_sin = torch.randn(100, dim, generator=torch.manual_seed(1))
+            step = TokenSlots(torch.arange(num_tokens), slots)
+            norm = QKNorm(torch.ones(dim), torch.ones(dim), 1e-6)
+            layout = HeadLayout(heads, kv_heads, dim, 1.0)
+            out = one.qk_norm_rope_store(qkv, layout, norm, cos_sin, step, caches)
             results.append((*out, *caches))
         for ours, plain in zip(*results, strict=True):
             torch.testing.assert_close(ours, plain)

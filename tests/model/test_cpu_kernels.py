@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from nanoinfer.kernels import cpu_set
 from nanoinfer.kernels.cpu_set import FEW_TOKENS, CpuKernels
+from nanoinfer.kernels.heads import HeadLayout, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import EAGER
 
 TOKENS = [1, 2, 3, 16, FEW_TOKENS, FEW_TOKENS + 1, 200]
@@ -148,10 +149,9 @@ def rotary_inputs(num_tokens: int, heads: int, kv_heads: int, head_dim: int, dty
 
 
 def rotated(kernels, inputs, heads, norm_weights, caches):
-    weights = norm_weights or (None, None)
-    return kernels.qk_norm_rope_store(
-        inputs["qkv"], *weights, 1e-6, inputs["cos_sin"], inputs["positions"], *caches, inputs["slot_mapping"], *heads
-    )
+    norm = QKNorm(*(norm_weights or (None, None)), 1e-6)
+    slots = TokenSlots(inputs["positions"], inputs["slot_mapping"])
+    return kernels.qk_norm_rope_store(inputs["qkv"], HeadLayout(*heads, 1.0), norm, inputs["cos_sin"], slots, caches)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,6 +10,7 @@ import torch
 
 from nanoinfer import LLM, ConfigError, SamplingParams
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.heads import NO_QK_NORM, HeadLayout, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import EAGER
 from nanoinfer.kernels.numba_set import FEW_TOKENS, NumbaKernels
 
@@ -88,7 +89,9 @@ def test_rotated_heads_and_cache_are_the_plain_ones_rounded_once(num_tokens, hea
     expected = reference.qk_norm_rope_store(
         qkv, *(w if w is None else w.float() for w in norms), 1e-6, cos_sin, order, *wide_caches, order, *heads
     )
-    actual = compiled(dtype).qk_norm_rope_store(qkv, *norms, 1e-6, cos_sin, order, *caches, order, *heads)
+    actual = compiled(dtype).qk_norm_rope_store(
+        qkv, HeadLayout(*heads, 1.0), QKNorm(*norms, 1e-6), cos_sin, TokenSlots(order, order), caches
+    )
     for a, e in zip((*actual, *caches), (*expected, *wide_caches), strict=True):
         assert a.dtype == dtype
         if dtype == torch.bfloat16:  # one step where float32 sums fall on two sides of a tie
@@ -105,7 +108,8 @@ def test_narrow_numbers_are_rounded_like_torchs():
     qkv[0, 16:] = tie
     caches = [torch.zeros(1, 16, 1, 8, dtype=torch.bfloat16) for _ in range(2)]
     zero = torch.zeros(1, dtype=torch.int64)
-    compiled(torch.bfloat16).qk_norm_rope_store(qkv, None, None, 0.0, cos_sin, zero, *caches, zero, 1, 1, 8)
+    heads, step = HeadLayout(1, 1, 8, 1.0), TokenSlots(zero, zero)
+    compiled(torch.bfloat16).qk_norm_rope_store(qkv, heads, NO_QK_NORM, cos_sin, step, caches)
     torch.testing.assert_close(caches[1][0, 0, 0], tie.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 

@@ -159,12 +159,8 @@ class DeviceOnlyAttention:
         return self
 
     def run(self, qkv, qk_norm, cache):
-        weights = (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps) if qk_norm else (None, None, 0.0)
         batch, heads = self.batch, self.heads
-        q, _, _ = self.kernels.qk_norm_rope_store(
-            qkv, *weights, self.cos_sin, batch.positions, *cache, batch.slot_mapping,
-            heads.num_heads, heads.num_kv_heads, heads.head_dim,
-        )  # fmt: skip
+        q, _, _ = self.kernels.qk_norm_rope_store(qkv, heads, qk_norm, self.cos_sin, batch.token_slots(), cache)
         out = reference.paged_attention(
             q, *cache, batch.block_tables, batch.cu_seqlens_q, batch.context_lens, heads.scale
         )

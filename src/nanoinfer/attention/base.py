@@ -7,26 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-KVCache = tuple[Tensor, Tensor]  # keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]
-
-
-@dataclass(frozen=True)
-class HeadLayout:
-    """The heads of a model (of one rank's share of it) and the scale of their scores."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class QKNorm:
-    """Weights [head_dim] of the norms over each query and key head (Qwen3)."""
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
+from nanoinfer.kernels.heads import KVCache, QKNorm, TokenSlots
 
 
 @dataclass(frozen=True)
@@ -47,11 +28,15 @@ class AttentionBatch:
     query_lens: list[int]
     num_decodes: int
 
+    def token_slots(self, first: int = 0) -> TokenSlots:
+        """Of the tokens from `first` on."""
+        return TokenSlots(self.positions[first:], self.slot_mapping[first:])
+
 
 class AttentionPlan(Protocol):
     """One step's attention, prepared once and run by every layer."""
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         """Norm and rotate q and k, write k and v to their slots, attend.
 
         qkv [T, (heads + 2 kv_heads) * D] -> [T, heads * D].

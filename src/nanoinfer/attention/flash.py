@@ -7,7 +7,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBatch, AttentionPlan, HeadLayout, KVCache, QKNorm
+from nanoinfer.attention.base import AttentionBatch, AttentionPlan
+from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm
 from nanoinfer.kernels.kernel_set import KernelSet
 
 PAGE_TOKENS = 256  # its paged kernels read pages of a multiple of this many tokens
@@ -48,6 +49,7 @@ class _Plan:
     def __init__(self, backend: FlashAttention, batch: AttentionBatch) -> None:
         self._backend = backend
         self._batch = batch
+        self._slots = batch.token_slots()
         first = batch.num_decodes
         self._has_prefills = len(batch.query_lens) > first
         if self._has_prefills:
@@ -57,15 +59,9 @@ class _Plan:
             self._max_queries = max(batch.query_lens[first:])
             self._has_history = any(batch.starts[first:])
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
-        backend, batch, heads = self._backend, self._batch, self._backend.heads
-        q_weight, k_weight, eps = (
-            (None, None, 0.0) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps)
-        )
-        q, k, v = backend.kernels.qk_norm_rope_store(
-            qkv, q_weight, k_weight, eps, backend.cos_sin, batch.positions, *cache, batch.slot_mapping,
-            heads.num_heads, heads.num_kv_heads, heads.head_dim,
-        )  # fmt: skip
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
+        backend, batch = self._backend, self._batch
+        q, k, v = backend.kernels.qk_norm_rope_store(qkv, backend.heads, qk_norm, backend.cos_sin, self._slots, cache)
         parts = []
         if batch.num_decodes:
             parts.append(self._decode(q[: batch.num_decodes], cache))

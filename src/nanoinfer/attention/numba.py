@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBatch, AttentionPlan, HeadLayout, KVCache
+from nanoinfer.attention.base import AttentionBatch, AttentionPlan
 from nanoinfer.attention.torch import TorchAttention, TorchPlan
+from nanoinfer.kernels.heads import HeadLayout, KVCache
 from nanoinfer.kernels.numba_set import NumbaKernels, as_array
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBatch, AttentionPlan, HeadLayout, KVCache, QKNorm
+from nanoinfer.attention.base import AttentionBatch, AttentionPlan
+from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm
 from nanoinfer.kernels.kernel_set import KernelSet
 
 # Decoding sequences are gathered together while their keys and values stay in the cache of the processor, and while
@@ -107,18 +108,15 @@ class TorchPlan:
         self._backend = backend
         self._heads = backend.heads
         self._batch = batch
+        self._slots = batch.token_slots()
         # Made by the first layer, whose cache has the block size.
         self._groups: list[_DecodeGroup] | None = None
         self._chunks: list[_Chunk] | None = None
         self._causal_mask: Tensor | None = None
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
-        batch, heads, (k_cache, v_cache) = self._batch, self._heads, cache
-        q_weight, k_weight, eps = (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps) if qk_norm else (None, None, 0.0)
-        q, k, v = self._backend.kernels.qk_norm_rope_store(
-            qkv, q_weight, k_weight, eps, self._backend.cos_sin, batch.positions, k_cache, v_cache,
-            batch.slot_mapping, heads.num_heads, heads.num_kv_heads, heads.head_dim,
-        )  # fmt: skip
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
+        batch, heads, backend = self._batch, self._heads, self._backend
+        q, k, v = backend.kernels.qk_norm_rope_store(qkv, heads, qk_norm, backend.cos_sin, self._slots, cache)
         if self._chunks is None:
             self._chunks = list(self._make_chunks(cache))
         num_decodes = batch.num_decodes

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBatch, AttentionPlan, HeadLayout, KVCache, QKNorm
+from nanoinfer.attention.base import AttentionBatch, AttentionPlan
 from nanoinfer.kernels.decode_attention import fused_decode_attention
 from nanoinfer.kernels.decode_splits import DecodeWorkspace, split_tokens
+from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.kernels.prefill_attention import paged_prefill_attention, prefill_attention
 
@@ -41,10 +42,11 @@ class _Plan:
         if self._num_prefills:
             # Cumulative lengths counted from the first prefill token.
             self._prefill_starts = batch.cu_seqlens_q[first:] - first
+            self._prefill_slots = batch.token_slots(first)
             self._max_queries = max(batch.query_lens[first:])
             self._has_history = any(batch.starts[first:])
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         decodes = self._batch.num_decodes
         if not self._num_prefills:
             return self._decode(qkv, qk_norm, cache).flatten(1)
@@ -54,29 +56,20 @@ class _Plan:
             (self._decode(qkv[:decodes], qk_norm, cache), self._prefill(qkv[decodes:], qk_norm, cache))
         ).flatten(1)
 
-    def _decode(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
+    def _decode(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         backend, batch, count = self._backend, self._batch, self._batch.num_decodes
-        q_weight, k_weight, eps = _norm_arguments(qk_norm)
         return fused_decode_attention(
-            qkv, q_weight, k_weight, eps, backend.cos_sin, *cache, batch.slot_mapping[:count],
+            qkv, qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps, backend.cos_sin, *cache, batch.slot_mapping[:count],
             batch.block_tables[:count], batch.context_lens[:count], backend.heads.scale, backend.heads.num_heads,
             backend.workspace, chunk=self._chunk,
         )  # fmt: skip
 
-    def _prefill(self, qkv: Tensor, qk_norm: QKNorm | None, cache: KVCache) -> Tensor:
+    def _prefill(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         backend, batch, heads, first = self._backend, self._batch, self._backend.heads, self._batch.num_decodes
-        q_weight, k_weight, eps = _norm_arguments(qk_norm)
-        q, k, v = backend.kernels.qk_norm_rope_store(
-            qkv, q_weight, k_weight, eps, backend.cos_sin, batch.positions[first:], *cache,
-            batch.slot_mapping[first:], heads.num_heads, heads.num_kv_heads, heads.head_dim,
-        )  # fmt: skip
+        q, k, v = backend.kernels.qk_norm_rope_store(qkv, heads, qk_norm, backend.cos_sin, self._prefill_slots, cache)
         if not self._has_history:
             return prefill_attention(q, k, v, self._prefill_starts, self._max_queries, heads.scale)
         return paged_prefill_attention(
             q, *cache, batch.block_tables[first:], self._prefill_starts, batch.context_lens[first:],
             self._max_queries, heads.scale,
         )  # fmt: skip
-
-
-def _norm_arguments(qk_norm: QKNorm | None) -> tuple[Tensor | None, Tensor | None, float]:
-    return (None, None, 0.0) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps)

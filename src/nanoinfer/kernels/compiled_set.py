@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import KernelSet
 
 
@@ -42,23 +43,11 @@ class CompiledKernels(KernelSet):
         return product
 
     def qk_norm_rope_store(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._qk_norm_rope(
-            qkv, q_weight, k_weight, eps, cos_sin, positions, num_heads, num_kv_heads, head_dim
+            qkv, norm.q_weight, norm.k_weight, norm.eps, cos_sin, step.positions, *heads.counts
         )
         # How many slots are real is known to the device alone, which a compiled graph cannot ask.
-        reference.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        reference.store_kv(k, v, *cache, step.slot_mapping)
         return q, k, v

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import KernelSet
 
 # Up to so many tokens a product is bound by reading the matrix, and row blocks are faster; beyond, oneDNN.
@@ -117,31 +118,20 @@ class CpuKernels(KernelSet):
         return _to(F.silu(gate).mul_(up), gate_up.dtype)
 
     def qk_norm_rope_store(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base class, in the cache's dtype. Every slot is written: steps on a CPU have no padding."""
-        heads = qkv.view(qkv.shape[0], -1, head_dim)
-        qk, v = heads.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), dim=1)
-        if q_weight is not None and k_weight is not None:
-            q = self.rms_norm(qk[:, :num_heads], q_weight, eps)
-            qk = torch.cat((q, self.rms_norm(qk[:, num_heads:], k_weight, eps)), dim=1)
-        qk = _to(self._rotate(qk, cos_sin, positions), k_cache.dtype)
+        num_heads, num_kv_heads, head_dim = heads.counts
+        k_cache, v_cache = cache
+        qk, v = qkv.view(len(qkv), -1, head_dim).split_with_sizes((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        if norm.q_weight is not None and norm.k_weight is not None:
+            q = self.rms_norm(qk[:, :num_heads], norm.q_weight, norm.eps)
+            qk = torch.cat((q, self.rms_norm(qk[:, num_heads:], norm.k_weight, norm.eps)), dim=1)
+        qk = _to(self._rotate(qk, cos_sin, step.positions), k_cache.dtype)
         q, k = qk.split_with_sizes((num_heads, num_kv_heads), dim=1)
         v = _to(v, v_cache.dtype)
-        k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, k)
-        v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, v)
+        k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, step.slot_mapping, k)
+        v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, step.slot_mapping, v)
         return q, k, v
 
     def _rotate(self, x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels import reference
+from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
 
 
 class KernelSet:
@@ -87,25 +88,20 @@ class KernelSet:
         return reference.sample(kept, temperatures, seeds, token_indices)
 
     def qk_norm_rope_store(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, (heads + 2 kv_heads) * D] -> q [T, heads, D], k and v [T, kv_heads, D]; k and v go to their slots."""
         return reference.qk_norm_rope_store(
-            qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping,
-            num_heads, num_kv_heads, head_dim,
-        )  # fmt: skip
+            qkv,
+            norm.q_weight,
+            norm.k_weight,
+            norm.eps,
+            cos_sin,
+            step.positions,
+            *cache,
+            step.slot_mapping,
+            *heads.counts,
+        )
 
 
 EAGER = KernelSet()

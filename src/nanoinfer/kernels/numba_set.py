@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanoinfer.kernels.cpu_set import CpuKernels
+from nanoinfer.kernels.heads import NO_QK_NORM, HeadLayout, KVCache, QKNorm, TokenSlots
 
 # Up to so many tokens our kernels are faster than what CpuKernels asks of torch (docs/decisions/022).
 FEW_TOKENS = {torch.float32: 24, torch.bfloat16: 48}
@@ -73,8 +74,9 @@ class NumbaKernels(CpuKernels):
         self.norm_swiglu(hidden, ones[0], 1.0, weight, None)
         self.linear_add(hidden, weight, None, hidden)
         cache, zero = ones.view(1, 1, 1, 2), torch.zeros(1, dtype=torch.int64)
+        heads, step = HeadLayout(1, 1, 2, 1.0), TokenSlots(zero, zero)
         q, _, _ = self.qk_norm_rope_store(
-            torch.ones(1, 6), None, None, 1.0, torch.ones(1, 2), zero, cache, cache.clone(), zero, 1, 1, 2
+            torch.ones(1, 6), heads, NO_QK_NORM, torch.ones(1, 2), step, (cache, cache.clone())
         )
         tables = np.zeros((1, 1), np.int32)
         self.paged_decode(
@@ -123,33 +125,19 @@ class NumbaKernels(CpuKernels):
         return torch.from_numpy(out)
 
     def qk_norm_rope_store(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base class, in the cache's dtype. Every slot is written: steps on a CPU have no padding."""
         if self._kernels is None:
-            return super().qk_norm_rope_store(
-                qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping,
-                num_heads, num_kv_heads, head_dim,
-            )  # fmt: skip
+            return super().qk_norm_rope_store(qkv, heads, norm, cos_sin, step, cache)
         q, k, v = (
-            torch.empty(len(qkv), heads, head_dim, dtype=k_cache.dtype)
-            for heads in (num_heads, num_kv_heads, num_kv_heads)
+            torch.empty(len(qkv), count, heads.head_dim, dtype=cache[0].dtype)
+            for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
         )
         self._kernels.qk_norm_rope_store(
-            as_array(qkv.float().view(len(qkv), -1, head_dim)), self._optional(q_weight), self._optional(k_weight), eps,
-            as_array(cos_sin), as_array(positions), as_array(k_cache), as_array(v_cache), as_array(slot_mapping),
+            as_array(qkv.float().view(len(qkv), -1, heads.head_dim)),
+            self._optional(norm.q_weight), self._optional(norm.k_weight), norm.eps,
+            as_array(cos_sin), as_array(step.positions), *map(as_array, cache), as_array(step.slot_mapping),
             as_array(q), as_array(k), as_array(v), self.num_threads,
         )  # fmt: skip
         return q, k, v

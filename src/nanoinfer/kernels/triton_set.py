@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels import activation, gemv, keep_bounds, norm, rope, sampling, skinny_matmul
+from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import KernelSet
 
 
@@ -69,24 +70,19 @@ class TritonKernels(KernelSet):
         return sampling.sample(logits, temperatures, seeds, token_indices, bounds)[0]
 
     def qk_norm_rope_store(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        cos_sin: Tensor,
-        positions: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         return rope.qk_norm_rope_store(
-            qkv, q_weight, k_weight, eps, cos_sin, positions, k_cache, v_cache, slot_mapping,
-            num_heads, num_kv_heads, head_dim,
-        )  # fmt: skip
+            qkv,
+            norm.q_weight,
+            norm.k_weight,
+            norm.eps,
+            cos_sin,
+            step.positions,
+            *cache,
+            step.slot_mapping,
+            *heads.counts,
+        )
 
 
 def _is_few(x: Tensor, weight: Tensor) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionPlan, KVCache, QKNorm
+from nanoinfer.attention.base import AttentionPlan
+from nanoinfer.kernels.heads import NO_QK_NORM, KVCache, QKNorm
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.layers.embedding import Embedding, LMHead
 from nanoinfer.layers.group import ALONE, Group
@@ -47,7 +48,7 @@ class DecoderLayer:
         self.post_attention_layernorm = norm(config.hidden_size)
         self.gate_up_proj = linear(hidden, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
         self.down_proj = linear(inner, {"down_proj": hidden}, config.mlp_bias)
-        self.qk_norm = None
+        self.qk_norm = NO_QK_NORM
         if self.q_norm is not None and self.k_norm is not None:
             self.qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoinfer.attention.base import AttentionBackend, HeadLayout, KVCache
+from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.attention.numba import NumbaAttention
 from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.config import EngineConfig
@@ -16,6 +16,7 @@ from nanoinfer.engine.info import EngineInfo
 from nanoinfer.errors import ConfigError
 from nanoinfer.kernels import numba_set
 from nanoinfer.kernels.cpu_set import CpuKernels
+from nanoinfer.kernels.heads import HeadLayout, KVCache
 from nanoinfer.kernels.kernel_set import EAGER, KernelSet
 from nanoinfer.kernels.numba_set import NumbaKernels
 from nanoinfer.layers.group import ALONE, Group

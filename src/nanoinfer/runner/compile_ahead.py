@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
+from nanoinfer.attention.base import AttentionBackend, AttentionBatch
+from nanoinfer.kernels.heads import KVCache
 from nanoinfer.models.decoder import Decoder
 
 # One token, a few and many are computed by different kernels.

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
+from nanoinfer.attention.base import AttentionBackend, AttentionBatch
+from nanoinfer.kernels.heads import KVCache
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.cuda_graphs import GraphCache, bucket_sizes
 from nanoinfer.runner.device_rows import DeviceRows

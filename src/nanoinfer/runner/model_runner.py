@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
+from nanoinfer.attention.base import AttentionBackend, AttentionBatch
 from nanoinfer.engine.batch import CompletedStep, ScheduledBatch, StepResult
+from nanoinfer.kernels.heads import KVCache
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.input_batch import SequenceRows, StepArrays
 from nanoinfer.runner.sampler import Sampled, Sampler

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanoinfer.attention.base import AttentionBackend, KVCache
+from nanoinfer.attention.base import AttentionBackend
 from nanoinfer.engine.batch import ScheduledBatch, StepResult, TokenLogprobs
+from nanoinfer.kernels.heads import KVCache
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.cuda_graphs import GraphCache
 from nanoinfer.runner.device_rows import DeviceRows

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoinfer.attention.base import AttentionBackend, AttentionBatch, KVCache
+from nanoinfer.attention.base import AttentionBackend, AttentionBatch
+from nanoinfer.kernels.heads import KVCache
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner import memory
