@@ -173,12 +173,22 @@ def test_a_resize_in_the_middle_of_an_answer(start: Start, columns: int) -> None
     assert columns - 6 < widest < columns  # written for the new width
 
 
+def test_what_is_typed_during_an_answer_is_the_next_message_and_moves_nothing(start: Start) -> None:
+    screen = start("markdown-slowly", columns=70)
+    screen.type("tell me\r")
+    screen.shows("w20 ")
+    screen.type("/help\r")
+    shown = screen.shows(r"stop\n>>> /help\n(.|\n)*/exit(.|\n)*\n>>>\Z")
+    assert words(shown) == WORDS
+
+
 def test_control_c_twice_in_an_answer_leaves_the_terminal_as_it_was(start: Start) -> None:
     screen = start("thinks-long")
     screen.type("go\r")
     screen.shows("hm hm")
     assert "\x1b[2m" in screen.sent
     screen.child.sendintr()
+    screen.shows(r"\[stopped")  # two signals that nobody took yet are one
     screen.child.sendintr()
     assert screen.exit_code() == 130
     assert screen.sent.rfind("\x1b[22m") > screen.sent.rfind("\x1b[2mhm")  # dim no longer

@@ -18,6 +18,7 @@ from nanoinfer.errors import RequestError
 from nanoinfer.ui import text
 from nanoinfer.ui.answer import AnswerPrinter, Part
 from nanoinfer.ui.console import Console
+from nanoinfer.ui.keyboard import typing_hidden
 from nanoinfer.ui.snapshot import RunSnapshot
 
 # So many tokens that are probably new take a while to read on a slow machine, and nothing would move meanwhile.
@@ -134,10 +135,11 @@ class Chat:
         last = self.engine.last.usage.total_tokens if self.engine.last is not None else 0
         if len(prompt.token_ids) - last >= _LONG_PROMPT:
             self.console.status(f"reading {text.count(len(prompt.token_ids))} tokens ...")
-        try:
-            answer = self.engine.answer(prompt, sampling, _discard if quiet else printer.write)
-        finally:
-            printer.end()
+        with typing_hidden():  # a line typed ahead would move the block that is being written
+            try:
+                answer = self.engine.answer(prompt, sampling, _discard if quiet else printer.write)
+            finally:
+                printer.end()
         self.conversation.answered(answer.text, answer.thinking, answer.finish_reason)
         self._just_stopped = answer.interrupted
         return answer

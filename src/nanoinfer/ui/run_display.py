@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +12,7 @@ from nanoinfer.engine.events import StepEvent
 from nanoinfer.ui.console import LOG_INTERVAL_S, Console
 from nanoinfer.ui.display import MAX_ROWS, frame, to_terminal
 from nanoinfer.ui.glyphs import ASCII, UNICODE
+from nanoinfer.ui.keyboard import typing_hidden
 from nanoinfer.ui.live import LiveThread, Screen
 from nanoinfer.ui.plain import UiChoice, choose_ui, status_line
 from nanoinfer.ui.snapshot import Requests, RunSnapshot, SnapshotBuilder
@@ -50,6 +52,7 @@ class RunDisplay:
         self._one_line = one_line
         self._glyphs = ASCII if console.ascii else UNICODE
         self._events: deque[StepEvent] = deque()
+        self._stack = ExitStack()
         self._ui = choose_ui(choice, console)
         if choice == "live" and self._ui == "log":
             console.say(f"note: --ui live needs a terminal; a line every {LOG_INTERVAL_S:g} s instead.")
@@ -74,6 +77,7 @@ class RunDisplay:
         if self.thread is not None:
             self._console.clear_status()
             self._console.before_output = self.thread.suspend
+            self._stack.enter_context(typing_hidden())
             self.thread.start()
         return self
 
@@ -84,6 +88,7 @@ class RunDisplay:
             self._take_in()
             return
         self.thread.stop()
+        self._stack.close()
         self._take_in()
         self._console.before_output = lambda: None
         if self._keep and self.thread.frames and not self._one_line:
