@@ -121,8 +121,8 @@ def test_the_summary_document(nanoinfer: Program, prompts: Path, tmp_path: Path)
 
 
 def test_a_warning_when_many_answers_were_cut(nanoinfer: Program) -> None:
-    assert "1 of 1 answer ended at their max_tokens" in nanoinfer("generate", "-p", "hello", "--max-tokens", "2").err
-    assert "max_tokens" not in nanoinfer("generate", "-p", "hello").err
+    assert "1 of 1 answer ended at the token limit" in nanoinfer("generate", "-p", "hello", "--max-tokens", "2").err
+    assert "token limit" not in nanoinfer("generate", "-p", "hello").err
 
 
 # -- a new user's mistakes: each message is true, short and helpful, and no model is loaded ----------------------------

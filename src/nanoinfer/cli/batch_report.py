@@ -83,7 +83,8 @@ def report_run(console: Console, totals: BatchTotals, seconds: float, output: st
     new = answered - (totals.kept - totals.kept_failed)
     if new and totals.cut / new > MANY_CUT:
         console.warn(
-            f"{totals.cut} of {text.plural(new, 'answer')} ended at their max_tokens (of the line, else --max-tokens)."
+            f"{totals.cut} of {text.plural(new, 'answer')} ended at the token limit "
+            "(max_tokens of the line, else --max-tokens)."
         )
     if not totals.done - totals.kept:
         console.say(f"{text.plural(answered, 'answer')}, all from before -> {output}")
