@@ -285,13 +285,47 @@ def test_nothing_to_resume(batch: Batch) -> None:
     assert batch.nanoinfer("generate", "-f", batch.source, "--resume").code == 2
 
 
+def test_failed_lines_of_a_complete_output_run_again(batch: Batch) -> None:
+    batch.write({"id": "bad", "prompt": ""}, *LINES)
+    assert batch.run().code == 3
+    answers = read_lines(batch.out)[1:]
+    batch.write(*LINES, {"id": "bad", "prompt": "good now"})
+    result = batch.run("--resume", "--retry-errors")
+    assert result.code == 0
+    assert f"trying 1 failed line of {batch.out} again; its 5 answers stay as they are" in result.err
+    assert batch.asked() == ["good now"]
+    records = read_lines(batch.out)
+    assert [record["index"] for record in records] == list(range(6))
+    assert records[:5] == [answer | {"index": index} for index, answer in enumerate(answers)]
+    assert records[5]["text"] == "GOOD NOW"
+    assert not batch.partial.exists()
+
+
+def test_trying_failed_lines_again_can_be_interrupted_and_resumed(batch: Batch) -> None:
+    batch.write({"id": "bad", "prompt": ""}, *LINES)
+    assert batch.run().code == 3
+    before = batch.out.read_bytes()
+    batch.write({"id": "bad", "prompt": "good now"}, *LINES)
+    result = batch.interrupt("--resume", "--retry-errors", step=2)
+    assert "5 of 6 results are in" in result.err
+    assert batch.out.read_bytes() == before
+    assert batch.run("--resume", "--retry-errors").code == 0
+    assert batch.asked() == ["good now"]
+    assert batch.texts() == ["GOOD NOW", *(record["text"] for record in map(json.loads, before.splitlines()[1:]))]
+
+
+def test_resume_and_overwrite_contradict(batch: Batch) -> None:
+    assert "contradict each other" in batch.run("--resume", "--overwrite").err
+
+
 def test_resuming_what_is_complete_does_nothing(batch: Batch) -> None:
     batch.write({"id": "bad", "prompt": ""}, *LINES)
     assert batch.run().code == 3
     before, batch.nanoinfer.llm = batch.out.read_bytes(), None
-    result = batch.run("--resume", "--retry-errors")
-    assert (result.code, batch.nanoinfer.llm) == (3, None)
-    assert "is complete: 6 results, 1 of them failures (put those lines into a file of their own" in result.err
+    for options, advice in ((), "--retry-errors runs them again"), (("--retry-errors",), "none of these lines can run"):
+        result = batch.run("--resume", *options)
+        assert (result.code, batch.nanoinfer.llm) == (3, None)
+        assert f"is complete: 6 results, 1 of them failures ({advice})." in result.err
     batch.write(*LINES, {"id": "new", "prompt": "new"})
     result = batch.run("--resume")
     assert (result.code, batch.nanoinfer.llm) == (2, None)

@@ -138,8 +138,6 @@ def test_a_partial_file_is_neither_overwritten_nor_resumed_unasked(tmp_path: Pat
     before = partial.read_bytes()
     with pytest.raises(UserError, match=r"has 2 results of a run that was interrupted; give --resume.*--overwrite"):
         opened(tmp_path / "o")
-    with pytest.raises(UserError, match="contradict"):
-        opened(tmp_path / "o", resume=True, overwrite=True)
     assert opened(tmp_path / "o", overwrite=True).abandon() == partial, "only `begin` drops them"
     assert partial.read_bytes() == before
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from nanoinfer.cli.length_check import check_lengths
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.options import OnError, Order, ThinkChoice, thinking_options
 from nanoinfer.cli.output_path import is_standard_output
-from nanoinfer.cli.partial_file import Kept
 from nanoinfer.cli.records import Record, harmless, to_json_line, to_plain_text
 from nanoinfer.cli.result_sink import StreamResults
 from nanoinfer.cli.results_file import ResultsFile, open_results
-from nanoinfer.cli.resume import already_complete, refuse_other_parameters, resume_command, take_over
+from nanoinfer.cli.resume import Finished, finished_output, refuse_other_parameters, resume_command, take_over
 from nanoinfer.cli.run_identity import entry_keys, parameters_asked_for, run_parameters
 from nanoinfer.cli.session import Session
 from nanoinfer.cli.step_traces import make_folder, traced
@@ -56,6 +55,8 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
     session.announce("reading the prompts")
     if options.retry_errors and not options.resume:
         raise UserError("--retry-errors goes with --resume.")
+    if options.resume and options.overwrite:
+        raise UserError("--resume and --overwrite contradict each other; give one of them.")
     flags = {"max_tokens": DEFAULT_MAX_TOKENS, **options.sampling}
     batch = read_batch(options.file, options.prompts, SamplingParams.from_options(flags))
     batch = check_lengths(batch, engine, thinking_options(options.think), session.services.find_limits)
@@ -71,20 +72,21 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
         raise UserError(f"{batch.name} has {bad}; nothing was run (--on-error fail).")
     _refuse_mixed_files(session, batch, options)
     make_folder(options.profile)
-    if options.resume and options.output is not None:
-        failed = already_complete(options.output, batch)
-        if failed is not None:
-            return _nothing_to_do(session, batch, options.output, failed)
+    finished = finished_output(options.output, batch) if options.resume and options.output is not None else None
+    if finished is not None and not (
+        options.retry_errors and any(r.index in finished.failures for r in batch.requests)
+    ):
+        return _nothing_to_do(session, options, finished)
     sink = open_results(
         options.output,
         session.console,
         order=options.order,
         inputs=batch.files,
         keep_failures=options.on_error != "skip",
-        resume=options.resume,
-        overwrite=options.overwrite,
+        resume=options.resume and finished is None,
+        overwrite=options.overwrite or finished is not None,
     )
-    return _Job(session, engine, options, flags, batch, sink).execute()
+    return _Job(session, engine, options, flags, batch, sink, finished).execute()
 
 
 def _refuse_mixed_files(session: Session, batch: Batch, options: GenerateOptions) -> None:
@@ -96,10 +98,12 @@ def _refuse_mixed_files(session: Session, batch: Batch, options: GenerateOptions
             raise UserError(f"{name} {path} is the input or the output as well; choose another file.")
 
 
-def _nothing_to_do(session: Session, batch: Batch, output: Path, failed: int) -> int:
+def _nothing_to_do(session: Session, options: GenerateOptions, finished: Finished) -> int:
     """The end of a run that was asked to resume what is complete, so that a script may always say --resume."""
-    what = f", {failed} of them failures (put those lines into a file of their own to try again)" if failed else ""
-    session.console.say(f"{output} is complete: {text.plural(len(batch.entries), 'result')}{what}.")
+    results, failed = len(finished.answers) + len(finished.failures), len(finished.failures)
+    advice = "none of these lines can run" if options.retry_errors else "--retry-errors runs them again"
+    what = f", {failed} of them failures ({advice})" if failed else ""
+    session.console.say(f"{options.output} is complete: {text.plural(results, 'result')}{what}.")
     return FAILED_REQUESTS if failed else OK
 
 
@@ -114,6 +118,7 @@ class _Job:
         flags: dict[str, Any],
         batch: Batch,
         sink: ResultsFile | StreamResults,
+        finished: Finished | None,
     ) -> None:
         self._session = session
         self._engine = engine
@@ -121,6 +126,7 @@ class _Job:
         self._flags = flags
         self._batch = batch
         self._sink = sink
+        self._finished = finished  # what the output holds whose failures are to run again
         self._keys = entry_keys(batch.entries)
         self._totals = BatchTotals()
 
@@ -152,10 +158,17 @@ class _Job:
 
     def _prepare(self) -> tuple[Batch, Monitor]:
         """What is left to run, and who listens to it. UserError if it must not start."""
-        kept: dict[int, Kept] = {}
+        kept: Collection[int] = ()
         options, sink = self._options, self._sink
-        if options.resume and isinstance(sink, ResultsFile):
-            kept = take_over(
+        if self._finished is not None:
+            kept = self._finished.answers
+            self._totals = BatchTotals(len(kept))
+            self._session.console.say(
+                f"trying {text.plural(len(self._finished.failures), 'failed line')} of {options.output} again; its "
+                f"{text.plural(len(kept), 'answer')} stay as they are, whatever parameters they were made with."
+            )
+        elif options.resume and isinstance(sink, ResultsFile):
+            results = take_over(
                 self._session.console,
                 self._batch,
                 self._keys,
@@ -163,7 +176,8 @@ class _Job:
                 parameters_asked_for(self._engine, self._flags, options.think),
                 retry_errors=options.retry_errors,
             )
-            self._totals = BatchTotals(len(kept), sum(result.failed for result in kept.values()))
+            kept = results
+            self._totals = BatchTotals(len(results), sum(result.failed for result in results.values()))
         rest = replace(self._batch, entries=[entry for entry in self._batch.entries if entry.index not in kept])
         bad = len(rest.bad_lines)
         if options.max_errors is not None and bad > options.max_errors:
@@ -218,12 +232,15 @@ class _Job:
 
     def _begin(self, sink: ResultsFile, parameters: dict[str, Any]) -> None:
         """Start the partial file, or go on with it if what only the loaded model knows is the same as well."""
-        if self._totals.kept:
+        if self._totals.kept and self._finished is None:
             refuse_other_parameters(sink, parameters)
         batch = self._batch
         source = {"name": batch.name, "sha256": batch.sha256, "lines": len(batch.entries)}
         labels = [(key, str(entry.id)) for key, entry in zip(self._keys, batch.entries, strict=True)]
         sink.begin({"input": source, "parameters": parameters}, labels)
+        if self._finished is not None:
+            for index, line in self._finished.answers.items():
+                sink.write(index, line)
 
     def _abandoned(self, *, advise: bool = True) -> None:
         """Say where the results of a run that ends early are, and how to go on with it."""

@@ -40,8 +40,6 @@ def open_results(
 
     This comes before the model is loaded, so that a run cannot fail at its end for want of a folder or a permission.
     """
-    if resume and overwrite:
-        raise UserError("--resume and --overwrite contradict each other; give one of them.")
     stream = sys.stdout.buffer if is_standard_output(path) else device(path, console.say) if path is not None else None
     if stream is not None or path is None:
         if resume:
@@ -156,11 +154,7 @@ class ResultsFile:
 
     def _line(self, index: int, kept: Kept) -> bytes:
         line = self.earlier.record(kept) + b"\n"
-        if index in self._from_before:
-            record = json.loads(line)
-            if record.get("index", index) != index:  # its input line has moved since
-                line = to_json_line(record | {"index": index})
-        return line
+        return with_index(line, index) if index in self._from_before else line
 
     def _in_order(self) -> Iterator[tuple[int, Kept]]:
         done = self._done.items() if self._keep_failures else [(i, k) for i, k in self._done.items() if not k.failed]
@@ -177,3 +171,9 @@ class ResultsFile:
         return EngineError(
             f"cannot write {self.earlier.path}: {error.strerror}; the results before that are in it.{advice}"
         )
+
+
+def with_index(line: bytes, index: int) -> bytes:
+    """The line of an earlier run's record, in which an index of its input line is today's."""
+    record = json.loads(line)
+    return line if record.get("index", index) == index else to_json_line(record | {"index": index})

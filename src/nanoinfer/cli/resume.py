@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from nanoinfer.cli.output_path import partial_path
 from nanoinfer.cli.partial_file import Kept
 from nanoinfer.cli.prompts_file import Entry
 from nanoinfer.cli.records import is_failure
-from nanoinfer.cli.results_file import ResultsFile
+from nanoinfer.cli.results_file import ResultsFile, with_index
 from nanoinfer.cli.run_identity import differences
 from nanoinfer.errors import UserError
 from nanoinfer.ui.console import Console
@@ -114,22 +113,32 @@ def _quoted(name: object) -> str:
     return f"'{one_line(str(name))}'"
 
 
-def already_complete(output: Path, batch: Batch) -> int | None:
-    """How many of the records in `output` are failures, if it holds one for every line of the batch and nothing else;
-    None if it does not, or if a run left a partial file."""
+@dataclass(frozen=True)
+class Finished:
+    """The records of a finished output as lines, by index of their input line."""
+
+    answers: dict[int, bytes]
+    failures: dict[int, bytes]
+
+
+def finished_output(output: Path, batch: Batch) -> Finished | None:
+    """What is in `output`, if it holds one record for every line of the batch and nothing else; None if it does not,
+    or if a run left a partial file."""
     if not output.is_file() or partial_path(output).exists():
         return None
-    failed, ids = 0, Counter(f"{entry.id_key} {entry.id}" for entry in batch.entries)
+    left = {f"{entry.id_key} {entry.id}": entry.index for entry in batch.entries}
+    finished = Finished({}, {})
     try:
         with output.open("rb") as file:
             for line in file:
                 record = json.loads(line)
                 key = next(key for key in ("custom_id", "id") if key in record)
-                ids[f"{key} {record[key]}"] -= 1
-                failed += is_failure(record)
+                index = left.pop(f"{key} {record[key]}")
+                kind = finished.failures if is_failure(record) else finished.answers
+                kind[index] = with_index(line, index)
     except (OSError, ValueError, TypeError, KeyError, StopIteration):
         return None
-    return None if any(ids.values()) else failed
+    return None if left else finished
 
 
 def resume_command(arguments: Sequence[str]) -> str:

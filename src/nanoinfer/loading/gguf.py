@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 # Part of an import's key: raise it when an import of the same file would come out different.
-IMPORT_VERSION = 1
+IMPORT_VERSION = 2
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")  # GGUF calls a Mistral model llama: without a window they are the same
 _STORED_AS_IS = ("F32", "F16", "BF16")  # safetensors has the same names
 _DEQUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
