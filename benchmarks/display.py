@@ -63,7 +63,7 @@ def information(sequences: int) -> EngineInfo:
 def make_engine(sequences: int) -> LLMEngine:
     scheduler = Scheduler(BlockManager(BLOCKS, BLOCK_SIZE), max_num_seqs=sequences, max_num_batched_tokens=8192)
     return LLMEngine(
-        scheduler, BusyExecutor(), detokenizer=None, vocab_size=1000, eos_token_ids=frozenset(), max_model_len=4096
+        scheduler, BusyExecutor(), make_detokenizer=None, vocab_size=1000, eos_token_ids=frozenset(), max_model_len=4096
     )
 
 

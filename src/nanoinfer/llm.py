@@ -85,7 +85,7 @@ class LLM:
         self._engine = LLMEngine(
             scheduler,
             self._executor,
-            detokenizer=self.tokenizer.detokenizer if self.tokenizer is not None else None,
+            make_detokenizer=self.tokenizer.detokenizer if self.tokenizer is not None else None,
             vocab_size=model_config.vocab_size,
             eos_token_ids=frozenset(read_eos_token_ids(source.folder)),
             max_model_len=plane.max_model_len,

@@ -157,7 +157,7 @@ class FakeLLM:
         self.engine = LLMEngine(
             scheduler,
             ScriptedExecutor(reply, before_step),
-            detokenizer=self._detokenizer if self.tokenizer else None,
+            make_detokenizer=self._detokenizer if self.tokenizer else None,
             vocab_size=VOCAB,
             eos_token_ids=frozenset({EOS}),
             max_model_len=max_model_len,

@@ -53,7 +53,7 @@ def make_engine(
     engine = LLMEngine(
         scheduler,
         executor,
-        detokenizer=detokenizer,  # type: ignore[arg-type]
+        make_detokenizer=detokenizer,  # type: ignore[arg-type]
         vocab_size=vocab_size,
         eos_token_ids=eos,
         max_model_len=max_model_len,

@@ -101,14 +101,14 @@ def test_a_hash_collision_cannot_return_foreign_kv(monkeypatch: pytest.MonkeyPat
 def test_a_hit_on_a_free_block_takes_it_out_of_the_free_list_and_costs_one() -> None:
     manager = BlockManager(4, 2)
     manager.free(admit(manager, [1, 2, 3, 4, 5]))
-    assert manager.num_free_blocks == 4
+    assert manager.num_available_blocks == 4
     match = manager.match_prefix(sequence([1, 2, 3, 4, 9]))
-    assert (match.hit_blocks, match.free_blocks_needed) == ([0, 1], 3)
+    assert (match.hit_blocks, match.blocks_to_take) == ([0, 1], 3)
     seq = sequence([1, 2, 3, 4, 9])
     manager.allocate(seq, match)
-    assert manager.num_free_blocks == 1
+    assert manager.num_available_blocks == 1
     # A second one shares them: only its own last block is taken.
-    assert manager.match_prefix(sequence([1, 2, 3, 4, 8])).free_blocks_needed == 1
+    assert manager.match_prefix(sequence([1, 2, 3, 4, 8])).blocks_to_take == 1
     assert manager.check_integrity([seq]) == []
 
 
@@ -151,7 +151,7 @@ def test_a_block_that_another_sequence_is_computing_is_waited_for() -> None:
 def test_without_prefix_caching_nothing_is_kept() -> None:
     manager = BlockManager(4, 2, enable_prefix_caching=False)
     manager.free(admit(manager, [1, 2, 3, 4]))
-    assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 4)
+    assert (manager.num_cached_blocks, manager.num_available_blocks) == (0, 4)
     assert manager.match_prefix(sequence([1, 2, 3, 4, 5])).hit_blocks == []
 
 
@@ -174,7 +174,7 @@ def test_integrity_check_names_what_is_broken() -> None:
     manager._contents[0] = manager._pack(1, 3)
     assert any("its digest is not that of its tokens" in problem for problem in manager.check_integrity([a]))
     manager.free(a)
-    manager._blank.append(a.block_table[0] if a.block_table else 0)
+    manager._free.append(a.block_table[0] if a.block_table else 0)
     assert any("!= 4" in problem for problem in manager.check_integrity([]))
 
 

@@ -124,6 +124,19 @@ def test_events_add_up_to_what_happened() -> None:
         )
 
 
+def test_an_event_without_a_step_does_not_shorten_the_step_under_way() -> None:
+    engine, _ = make_engine(overlap=True)
+    events = engine.events.subscribe()
+    for name in ("a", "b"):
+        engine.add_request(name, [1, 2], greedy(1))
+    engine.step()  # submits the first step, which is then under way
+    engine.abort("b")
+    engine.step()
+    idle, step = events.drain()
+    assert (idle.kind, idle.step_ms) == ("idle", 0)
+    assert step.step_ms > 1e3 * (step.time - idle.time)
+
+
 def test_cached_tokens_are_reported_per_request_and_per_step() -> None:
     engine, _ = make_engine(block_size=4)
     subscription = engine.events.subscribe()

@@ -12,6 +12,9 @@ from thoroughness import some
 
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.engine.batch import ScheduledBatch
+from nanoinfer.engine.block_manager import PrefixMatch
+from nanoinfer.engine.events import StepEvent
+from nanoinfer.engine.sequence import Sequence
 from nanoinfer.errors import ConfigError, RequestError
 
 
@@ -86,6 +89,24 @@ def test_a_waiting_twin_does_not_hold_up_others_behind_it() -> None:
         engine.add_request(name, prompt, greedy(1))
     engine.step()
     assert len(executor.batches[0].rows) == 2
+
+
+def test_a_step_looks_at_no_more_waiting_twins_than_could_ever_run() -> None:
+    engine, executor = make_engine(max_num_batched_tokens=100, max_num_seqs=4)
+    manager = engine.scheduler.block_manager
+    looked_at = []
+    match_prefix = manager.match_prefix
+
+    def counted(seq: Sequence, *, verify: bool = True) -> PrefixMatch:
+        looked_at.append(seq.request_id)
+        return match_prefix(seq, verify=verify)
+
+    manager.match_prefix = counted  # type: ignore[method-assign]
+    for i in range(100):
+        engine.add_request(str(i), [1] * 8, greedy(1))
+    engine.step()
+    assert len(executor.batches[0].rows) == 1
+    assert len(set(looked_at)) == 1 + 4
 
 
 def test_samples_share_the_prompts_blocks() -> None:
@@ -185,6 +206,24 @@ def test_an_interrupted_step_loses_nothing(overlap: bool) -> None:
     executor.fail_at = None
     assert engine.check_integrity() == []
     assert run(engine)["a"].outputs[0].token_ids == expected_tokens([1, 2, 3], 6, VOCAB)
+
+
+def test_no_news_of_a_request_comes_after_its_abort() -> None:
+    """Not even what a step that was interrupted in its last moments had ready."""
+    engine, _ = make_engine()
+    engine.add_request("a", [1, 2, 3], greedy(6), stream=True)
+    publish = engine.events.publish
+
+    def interrupted(event: StepEvent) -> None:
+        engine.events.publish = publish  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    engine.events.publish = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.abort("a")
+    engine.add_request("b", [4, 5], greedy(1))
+    assert [delta.request_id for delta in engine.step()] == ["b"]
 
 
 class Interrupt:

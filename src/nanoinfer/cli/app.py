@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from dataclasses import replace
 from typing import Annotated
 
@@ -84,7 +86,8 @@ def _serve_as_rank() -> None:
 
 
 def main(arguments: list[str] | None = None, services: Services | None = None) -> None:
-    """Entry point; leaves through SystemExit with the exit code. `services` is for tests."""
+    """Entry point; leaves through SystemExit with the exit code. `services` is for tests, and so are `arguments`, whose
+    caller goes on afterwards."""
     if os.environ.get("RANK", "0") != "0":
         _serve_as_rank()
     words = tuple(sys.argv[1:] if arguments is None else arguments)
@@ -94,3 +97,7 @@ def main(arguments: list[str] | None = None, services: Services | None = None) -
     except NanoinferError as error:  # from the configuration file; a command handles its own
         Console().error(str(error))
         sys.exit(error.exit_code)
+    finally:
+        if arguments is None and threading.current_thread() is threading.main_thread():
+            # What is left is the end of Python itself, in which a KeyboardInterrupt would only print a traceback.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)

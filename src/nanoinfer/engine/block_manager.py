@@ -23,7 +23,7 @@ class PrefixMatch:
     """What one walk over a sequence's blocks found."""
 
     hit_blocks: list[int]  # published blocks that already hold its leading tokens
-    free_blocks_needed: int  # blocks to take from the free list: new ones, and hits that no table holds now
+    blocks_to_take: int  # available blocks that it would use up: new ones, and hits that no table holds now
     awaits_block: bool  # the first block that missed is being computed by another sequence right now
 
 
@@ -45,8 +45,8 @@ class BlockManager:
         self._num_uses = 0
         self._last_use = [0] * num_blocks
         self._index: dict[bytes, int] = {}  # digest -> block
-        # Two free lists: blocks with nothing worth keeping go first, then cached blocks, least recently freed first.
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        # The available blocks: free ones are handed out first, then cached ones, least recently released first.
+        self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         # Digests of full blocks that a running sequence had at admission, has not computed yet and will publish.
         self._being_computed: dict[bytes, Sequence] = {}
@@ -55,9 +55,13 @@ class BlockManager:
     # -- counts ----------------------------------------------------------------------------------------------------
 
     @property
-    def num_free_blocks(self) -> int:
+    def num_available_blocks(self) -> int:
         """Blocks that can be handed out: free and cached ones."""
-        return len(self._blank) + len(self._cached)
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -65,20 +69,24 @@ class BlockManager:
 
     @property
     def num_active_blocks(self) -> int:
-        return self.num_blocks - self.num_free_blocks
+        return self.num_blocks - self.num_available_blocks
 
     def blocks_needed(self, seq: Sequence, new_tokens: int) -> int:
-        """How many blocks `seq` lacks to hold its computed tokens and `new_tokens` more."""
+        """How many blocks `seq` lacks to hold its computed tokens and `new_tokens` more.
+
+        The scheduler has the case of one more token, as an inlined comparison.
+        """
         total = -(-(seq.num_computed_tokens + new_tokens) // self.block_size)
         return max(0, total - len(seq.block_table))
 
     # -- prefix index ----------------------------------------------------------------------------------------------
 
-    def match_prefix(self, seq: Sequence) -> PrefixMatch:
+    def match_prefix(self, seq: Sequence, *, verify: bool = True) -> PrefixMatch:
         """Walk the index from the first block of a sequence without blocks to the first miss.
 
         At most (len - 1) // block_size blocks can hit, so at least the last token is computed and a published block
-        is never written to.
+        is never written to. `verify` compares contents as well, so that no collision of digests can count as a hit;
+        without it, for a sequence that may not fit anyway, a block costs a tenth.
         """
         total_blocks = -(-len(seq.token_ids) // self.block_size)
         if not self.enable_prefix_caching:
@@ -89,8 +97,10 @@ class BlockManager:
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             parent, digest = self._digest(seq, i)
             block = self._index.get(digest)
-            if block is None or self._parents[block] != parent or self._contents[block] != self._content(seq, i):
-                awaits_block = block is None and digest in self._being_computed
+            if block is None:
+                awaits_block = digest in self._being_computed
+                break
+            if verify and (self._parents[block] != parent or self._contents[block] != self._content(seq, i)):
                 break
             num_revived += self._ref_counts[block] == 0
             hits.append(block)
@@ -99,7 +109,7 @@ class BlockManager:
     def allocate(self, seq: Sequence, match: PrefixMatch) -> None:
         """Give `seq` the blocks for all its known tokens: the hits of `match` (just computed), then new ones.
 
-        The caller has checked that `match.free_blocks_needed` blocks are free. Moves the cursor behind the hits.
+        The caller has checked that `match.blocks_to_take` blocks are available. Moves the cursor behind the hits.
         """
         assert not seq.block_table, seq
         self._num_uses += 1
@@ -119,9 +129,9 @@ class BlockManager:
                 self._being_computed.setdefault(self._digest(seq, i)[1], seq)
 
     def append_block(self, seq: Sequence) -> int:
-        """Take a free block for `seq`, evicting the least recently used cached one if no other is free."""
-        if self._blank:
-            block = self._blank.pop()
+        """Take an available block for `seq`: a free one, else the least recently used cached one, which is evicted."""
+        if self._free:
+            block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
             self._unpublish(block)
@@ -155,7 +165,7 @@ class BlockManager:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 if self._digests[block] is None:
-                    self._blank.append(block)
+                    self._free.append(block)
                 else:
                     self._cached[block] = None
         for digest in seq.block_digests[seq.num_published_blocks :]:
@@ -173,14 +183,14 @@ class BlockManager:
         self._index = {digest: block for block, digest in enumerate(self._digests) if digest is not None}
         order = [block for block in self._cached if self._digests[block] is not None]
         self._cached = OrderedDict.fromkeys([*order, *self._index.values()])
-        self._blank = [block for block in range(self.num_blocks - 1, -1, -1) if self._digests[block] is None]
+        self._free = [block for block in range(self.num_blocks - 1, -1, -1) if self._digests[block] is None]
         self._being_computed.clear()
 
     def reset_prefix_cache(self) -> None:
         """Forget all published blocks that no table holds; blocks in use stay published."""
         for block in self._cached:
             self._unpublish(block)
-            self._blank.append(block)
+            self._free.append(block)
         self._cached.clear()
 
     def _content(self, seq: Sequence, i: int) -> bytes:
@@ -218,14 +228,14 @@ class BlockManager:
             if count != references[block]:
                 problems.append(f"block {block} is counted {count} times, but held by {references[block]} tables")
         active = {block for block in range(self.num_blocks) if self._ref_counts[block]}
-        blank, cached = set(self._blank), set(self._cached)
-        if len(blank) != len(self._blank):
+        free, cached = set(self._free), set(self._cached)
+        if len(free) != len(self._free):
             problems.append("a block is in the free list twice")
-        if len(active) + len(blank) + len(cached) != self.num_blocks or active | blank | cached != set(
+        if len(active) + len(free) + len(cached) != self.num_blocks or active | free | cached != set(
             range(self.num_blocks)
         ):
-            problems.append(f"active {len(active)} + cached {len(cached)} + free {len(blank)} != {self.num_blocks}")
-        problems += [f"free block {block} is still published" for block in blank if self._digests[block] is not None]
+            problems.append(f"active {len(active)} + cached {len(cached)} + free {len(free)} != {self.num_blocks}")
+        problems += [f"free block {block} is still published" for block in free if self._digests[block] is not None]
         problems += [f"cached block {block} is not published" for block in cached if self._digests[block] is None]
         for seq in sequences:
             for i, block in enumerate(seq.block_table[: seq.num_published_blocks]):

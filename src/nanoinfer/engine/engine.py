@@ -59,9 +59,9 @@ class _Request:
 class LLMEngine:
     """The control plane's front. Everything that touches a device or a tokenizer is passed in.
 
-    `detokenizer(prompt_token_ids, stop_strings, min_tokens)` makes the text side of a sequence; None where there is
-    no tokenizer: texts are then empty. `eos_token_ids` end every sequence unless ignore_eos. `max_model_len` is the
-    model's own limit in tokens; what the pool can hold is known from the block manager. `overlap` schedules a step
+    `make_detokenizer(prompt_token_ids, stop_strings, min_tokens)` makes the text side of a sequence; without one (the
+    model has no tokenizer) texts are empty. `eos_token_ids` end every sequence unless ignore_eos. `max_model_len` is
+    the model's own limit in tokens; what the pool can hold is known from the block manager. `overlap` schedules a step
     while the one before still runs. `clock` is monotonic, in seconds.
     """
 
@@ -70,7 +70,7 @@ class LLMEngine:
         scheduler: Scheduler,
         executor: Executor,
         *,
-        detokenizer: DetokenizerFactory | None,
+        make_detokenizer: DetokenizerFactory | None,
         vocab_size: int,
         eos_token_ids: frozenset[int],
         max_model_len: int,
@@ -81,7 +81,7 @@ class LLMEngine:
         self.scheduler = scheduler
         self.events = EventStream()
         self._executor = executor
-        self._detokenizer = detokenizer
+        self._make_detokenizer = make_detokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
         self._max_model_len = max_model_len
@@ -143,8 +143,8 @@ class LLMEngine:
             )
             self._num_requests += 1
             detokenizer = None
-            if self._detokenizer is not None:
-                detokenizer = self._detokenizer(prompt_token_ids, sampling.stop, sampling.min_tokens)
+            if self._make_detokenizer is not None:
+                detokenizer = self._make_detokenizer(prompt_token_ids, sampling.stop, sampling.min_tokens)
             samples.append(_Sample(seq, detokenizer))
         self._requests[request_id] = _Request(request_id, prompt, sampling, stream, samples)
         for sample in samples:
@@ -160,7 +160,7 @@ class LLMEngine:
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self._vocab_size:
                 raise RequestError(f"token id {token} is outside 0..{self._vocab_size - 1}.", "invalid_token")
-        if sampling.stop and self._detokenizer is None:
+        if sampling.stop and self._make_detokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none.", "no_tokenizer")
         if length + 1 > self._max_model_len:
             raise RequestError(
@@ -177,6 +177,8 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, in whatever state it is, and return what it has; None if it is not running."""
+        # An interrupted step may have left news of it.
+        self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -189,7 +191,7 @@ class LLMEngine:
             if not sample.is_done:
                 self._read_text(sample)
         del self._requests[request_id]
-        self._publish(ScheduledStep(time=now, number=self._num_steps - 1), StepResult([]), now, [], ended)
+        self._emit_event(ScheduledStep(time=now, number=self._num_steps - 1), StepResult([]), now, [], ended)
         return request.output()
 
     def is_running(self, request_id: str) -> bool:
@@ -222,6 +224,8 @@ class LLMEngine:
         self._to_deliver = deque(s.seq for s in samples if s.seq.status is SequenceStatus.FINISHED and not s.is_done)
 
     def _step(self) -> None:
+        """Submit a step if one can be, then take in the oldest under way if nothing was submitted or too many are;
+        where there is none to take in, hand out what ended without a step."""
         started = self._clock()
         step = self.scheduler.schedule(started)
         scheduled = self._clock()
@@ -240,7 +244,7 @@ class LLMEngine:
         elif self._to_deliver:
             now = self._clock()
             idle = ScheduledStep(time=now, number=self._num_steps - 1)
-            self._publish(idle, StepResult([]), now, [], self._deliver_all())
+            self._emit_event(idle, StepResult([]), now, [], self._deliver_all())
 
     def _complete(self) -> None:
         """Take in the result of the oldest step under way."""
@@ -249,7 +253,8 @@ class LLMEngine:
         now = self._clock()
         grown = self.scheduler.postprocess(step, result, now)
         self._to_deliver.extend(grown)
-        self._publish(step, result, now, grown, self._deliver_all(), schedule_s)
+        self._emit_event(step, result, now, grown, self._deliver_all(), schedule_s)
+        self._last_completion = now
 
     def _deliver_all(self) -> list[Sequence]:
         """Turn all news into deltas; returns the sequences that have come to their end."""
@@ -301,7 +306,7 @@ class LLMEngine:
             self.scheduler.finish(seq, FinishReason.STOP, seq.token_times[-1])
         return text
 
-    def _publish(
+    def _emit_event(
         self,
         step: ScheduledStep,
         result: StepResult,
@@ -313,7 +318,6 @@ class LLMEngine:
         evictions = self.scheduler.block_manager.num_evictions
         # A step that was submitted while another one ran began, for the device, when that one was done.
         step_s = now - max(step.time, self._last_completion)
-        self._last_completion = now
         event = step_event(
             step,
             result,

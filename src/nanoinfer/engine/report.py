@@ -36,7 +36,7 @@ def step_event(
         prompt_tokens=step.prompt_tokens,
         blocks_active=blocks.num_active_blocks,
         blocks_cached=blocks.num_cached_blocks,
-        blocks_free=blocks.num_free_blocks - blocks.num_cached_blocks,
+        blocks_free=blocks.num_free_blocks,
         evictions=evictions,
         preemptions=step.preemptions,
         emitted=tuple([seq.one_token for seq in grown]),

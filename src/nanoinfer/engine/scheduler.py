@@ -117,7 +117,7 @@ class Scheduler:
                 i += 1
                 continue
             if position == len(seq.block_table) * block_size:  # blocks_needed(seq, 1), inlined
-                if self.block_manager.num_free_blocks == 0 and not self._make_room(seq, step):
+                if self.block_manager.num_available_blocks == 0 and not self._make_room(seq, step):
                     # Gone from `running`, or waiting for its last token to arrive before it ends.
                     i += seq.status is SequenceStatus.RUNNING
                     continue
@@ -134,7 +134,7 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence, step: ScheduledStep) -> bool:
         """Free a block for `seq` by preempting the newest running sequences; False if `seq` cannot have one."""
-        while self.block_manager.num_free_blocks == 0:
+        while self.block_manager.num_available_blocks == 0:
             newest = self.running[-1]
             if newest is not seq:
                 self._preempt(newest, step)
@@ -172,19 +172,24 @@ class Scheduler:
     def _schedule_prefills(self, step: ScheduledStep, budget: int) -> None:
         """Spend `budget` tokens on prefill chunks: running sequences that are half-way first, then waiting ones."""
         for seq in self.running:
-            if budget and not seq.is_decoding:
+            # Inlined is_decoding.
+            if seq.num_computed_tokens < seq.prompt_len or seq.num_tokens - seq.num_computed_tokens != 1:
+                if not budget:
+                    break
                 budget -= self._schedule_chunk(seq, step, budget)
         # A step that had to preempt has no room for newcomers, least of all for those that it has just put out.
-        skipped = []
+        skipped: list[Sequence] = []
         while budget and self.waiting and self._free_rows and not step.preemptions:
-            if len(self.running) >= self.block_manager.num_free_blocks:
+            if len(skipped) == self._max_num_seqs:
+                break  # looking at all of a long queue in each step would cost more than it could find
+            if len(self.running) >= self.block_manager.num_available_blocks:
                 break  # nobody fits, see `_fits`; everyone needs at least one block
             seq = self.waiting.popleft()
             # A sequence preempted a moment ago needs its last token's id before it can be computed again.
-            match = None if seq.has_token_in_flight else self.block_manager.match_prefix(seq)
+            match = None if seq.has_token_in_flight else self.block_manager.match_prefix(seq, verify=False)
             if match is None or match.awaits_block:
                 skipped.append(seq)
-            elif not self._fits(match):
+            elif not self._fits(match) or not self._fits(match := self.block_manager.match_prefix(seq)):
                 skipped.append(seq)
                 break
             else:
@@ -193,11 +198,11 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
 
     def _fits(self, match: PrefixMatch) -> bool:
-        """Whether a newcomer's blocks are free, with one to spare for each running sequence.
+        """Whether a newcomer's blocks are available, with one to spare for each running sequence.
 
         Without the spare blocks a preempted sequence would come back at once, only to be put out again.
         """
-        return match.free_blocks_needed + len(self.running) <= self.block_manager.num_free_blocks
+        return match.blocks_to_take + len(self.running) <= self.block_manager.num_available_blocks
 
     def _admit(self, seq: Sequence, match: PrefixMatch, step: ScheduledStep) -> None:
         self.block_manager.allocate(seq, match)
