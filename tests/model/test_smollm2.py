@@ -36,7 +36,6 @@ ENGINES = {
     "chunk block+1": {"max_prefill_chunk": 17},
     "block size 256": {"block_size": 256, "num_blocks": 12},
     "preemption": {"num_blocks": 28},
-    "one at a time": {"max_num_seqs": 1},
 }
 
 
@@ -46,15 +45,15 @@ def reference(smollm2_folder):
     with LLM(str(smollm2_folder), device="cpu", num_blocks=64) as llm:
         prompts = [llm.encode(prompt)[1] for prompt in (*CHATS, *TEXTS)]
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
-                eos_token_id=None, pad_token_id=0, temperature=None, top_p=None, top_k=None,
-            )  # fmt: skip
-        expected.append(out[0, len(prompt) :].tolist())
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    known = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=known, max_new_tokens=NEW_TOKENS, do_sample=False,
+            eos_token_id=None, pad_token_id=0, temperature=None, top_p=None, top_k=None,
+        )  # fmt: skip
+    expected = out[:, width:].tolist()
     return prompts, expected
 
 
@@ -68,6 +67,13 @@ def test_greedy_ids_equal_transformers(smollm2_folder, reference, options):
         assert llm.check_integrity() == []
         preempted = sum(event.preemptions for event in subscription.drain())
         assert (preempted > 0) == (options.get("num_blocks") == 28)
+
+
+def test_one_at_a_time_equals_transformers_too(smollm2_folder, reference):
+    prompts, expected = reference
+    with LLM(str(smollm2_folder), device="cpu", dtype="float32", max_num_seqs=1, num_blocks=512) as llm:
+        outputs = llm.generate(prompts[2:5], GREEDY)
+        assert [output.outputs[0].token_ids for output in outputs] == expected[2:5]
 
 
 def test_samples_of_a_prompt_equal_transformers_too(smollm2_folder, reference):

@@ -13,9 +13,11 @@ settings.register_profile("quick", deadline=None, max_examples=examples(100), de
 settings.load_profile("thorough" if THOROUGH else "quick")
 
 # Modules and collected tests stay to the end: looking for garbage among them again and again would cost a lot of time.
+# The quick form ends before its own garbage matters.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.enable()
+    if THOROUGH:
+        gc.enable()

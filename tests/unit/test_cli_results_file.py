@@ -21,6 +21,13 @@ from nanoinfer.cli.results_file import ResultsFile, open_results
 from nanoinfer.errors import EngineError, UserError
 from nanoinfer.ui.console import Console
 
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk takes milliseconds for each of these, and no test in this process could notice that one is missing."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 LABELS = [(f"key{i}", f"id{i}") for i in range(10)]
 
 

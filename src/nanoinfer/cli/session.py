@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,18 @@ def find_limits(config: EngineConfig) -> PromptLimits | None:
     from nanoinfer.cli import length_check
 
     return length_check.find_limits(config)
+
+
+@contextmanager
+def _garbage_collector_off() -> Iterator[None]:
+    """For imports and the load, which leave no garbage: looking for it would take a tenth of their time. Afterwards
+    nothing of what is there then is looked at any more, which also spares the steps of the engine long pauses."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,8 @@ class Session:
         started = self.services.clock()
         loading = LoadingDisplay(self.console, self.services.clock)
         loading.write(f"starting {config.model or 'the default model'} ...")
-        llm = self.services.open_llm(config, loading.notify)
+        with _garbage_collector_off():
+            llm = self.services.open_llm(config, loading.notify)
         try:
             self.console.clear_status()
             self._introduce(llm.info, config, self.services.clock() - started)
