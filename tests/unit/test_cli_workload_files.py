@@ -61,6 +61,13 @@ def test_custom_prompts_keep_their_order_and_lengths(tmp_path: Path) -> None:
     assert messages.prompt == [{"role": "user", "content": "hi"}]
 
 
+def test_a_line_of_a_custom_file_ends_at_a_newline_only(tmp_path: Path) -> None:
+    text = "a\u2028b\u0085c\x0bd"
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" + '{"prompt": "e"}', encoding="utf-8")
+    assert read_custom(path) == [CustomPrompt(text, None), CustomPrompt("e", None)]
+
+
 def test_a_trace_keeps_arrivals_lengths_and_shared_blocks(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 3000, "input_length": 600, "output_length": 4, "hash_ids": [7, 8]},

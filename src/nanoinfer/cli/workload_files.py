@@ -114,9 +114,12 @@ def _read(path: Path) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, the object) of every line that is not blank; UserError if there is none."""
+    """(where it stands, the object) of every line that is not blank; UserError if there is none.
+
+    Lines end at "\\n" only: U+2028 and U+0085 are legal inside JSON strings.
+    """
     found = False
-    for number, text in enumerate(_read(path).splitlines(), start=1):
+    for number, text in enumerate(_read(path).split("\n"), start=1):
         if not text.strip():
             continue
         place = f"{path}, line {number}"
