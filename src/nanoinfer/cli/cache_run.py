@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def run_inspection(
     session: Session, engine: EngineConfig, file: str | None, max_tokens: int, *, top: int, show_text: bool
 ) -> int:
-    """Returns the exit code: 1 if the cache's own invariants are broken."""
+    """Returns the exit code: 1 if the cache's own invariants are broken, 3 if a line could not run."""
     defaults = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     batch = read_batch(file, [], defaults)
     report_problems(session.console, batch)
@@ -58,7 +58,7 @@ def run_inspection(
     if problems:
         session.console.error("the cache's own checks failed; this is a defect in nanoinfer.")
         return ENGINE_FAILURE
-    return FAILED_REQUESTS if totals.failed else OK
+    return FAILED_REQUESTS if totals.failed or batch.bad_lines else OK
 
 
 class Discard:
