@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,25 @@ def test_prefix_repetition_hits_the_cache(nanoinfer: Program) -> None:
 def test_max_concurrency_is_kept(nanoinfer: Program) -> None:
     result = bench(nanoinfer, "--max-concurrency", "3")
     assert (result["max_concurrent_requests"], result["max_concurrency"]) == (3, 3)
+
+
+def test_waiting_and_prefill_stand_apart_from_the_time_to_the_first_token(nanoinfer: Program) -> None:
+    nanoinfer.make = lambda config: FakeLLM(config, before_step=lambda step: time.sleep(0.001))
+    result = bench(nanoinfer, "--max-num-seqs", "1", "--warmup", "0", "--goodput", "ttft:60000")
+    assert result["mean_ttft_ms"] == pytest.approx(result["mean_queue_ms"] + result["mean_prefill_ms"])
+    assert result["mean_queue_ms"] > 5 * result["mean_prefill_ms"], "all come at once, and one runs at a time"
+    table = nanoinfer("bench", *SMALL, "--max-num-seqs", "1").out
+    assert {"TTFT", "queue", "prefill"} <= {line.split(" ")[0] for line in table.splitlines()}
+
+
+def test_percentiles_of_few_samples_are_marked_and_their_number_stands_beside(nanoinfer: Program) -> None:
+    lines = nanoinfer("bench", *SMALL, "--output-len", "30").out.splitlines()
+    rows = {line.split(" ")[0]: line.split()[-3:] for line in lines}
+    p99, n = rows["TTFT"][-2:]
+    assert (p99[-1], n) == ("*", "12")
+    p99, n = rows["ITL"][-2:]
+    assert (p99[-1] == "*", n) == (False, "348")
+    assert lines[-1] == "* fewer than 100 samples: hardly more than the maximum"
 
 
 def test_repeats_give_mean_and_deviation_and_start_cold(nanoinfer: Program) -> None:
@@ -225,6 +245,20 @@ def test_open_loop_latencies_count_from_when_a_request_was_due() -> None:
     assert by_id["bench-1"].ttft_ms == pytest.approx(1500.0)
     assert by_id["bench-0"].ttft_ms == pytest.approx(1000.0)
     assert by_id["bench-0"].e2e_ms == pytest.approx(4000.0)
+
+
+def test_the_wait_for_a_place_under_max_concurrency_counts_too() -> None:
+    clock = Time()
+    llm = FakeLLM(EngineConfig(), before_step=lambda step: clock.sleep(1.0))
+    llm.engine._clock = clock
+    requests = [BenchRequest([1, 2, 3], 4, arrival=0.0), BenchRequest([4, 5, 6], 1, arrival=0.5)]
+    driver = LoadDriver(
+        llm, requests, SamplingParams(ignore_eos=True), max_concurrency=1, clock=clock, sleep=clock.sleep
+    )
+    metrics, events = Metrics(), llm.events.subscribe()
+    driver.run(Interrupts(), lambda: [metrics.observe(driver.observed(event)) for event in events.drain()])
+    assert driver.result.max_in_flight == 1
+    assert metrics.sequences[1].ttft_ms == pytest.approx(4500.0), "due at 0.5, first token at 5"
 
 
 def test_open_loop_waits_for_arrivals_and_serves_all() -> None:

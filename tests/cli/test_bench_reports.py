@@ -78,6 +78,12 @@ def test_figures_agree_with_the_recorded_events(nanoinfer: Program, tmp_path: Pa
     assert result["request_goodput"] * result["duration"] == pytest.approx(11)
 
 
+def test_a_result_does_not_grow_with_its_requests(nanoinfer: Program) -> None:
+    small, large = (bench(nanoinfer, *SMALL, "--num-prompts", number) for number in ("12", "300"))
+    assert len(json.dumps(large)) < 1.2 * len(json.dumps(small))
+    assert {"env", "engine", "device", "seed", "requests_sha256"} <= set(small)
+
+
 def test_steady_state_roofline_and_device(nanoinfer: Program) -> None:
     result = bench(nanoinfer, *SMALL)
     assert result["device"]["name"] == "Fake CPU"

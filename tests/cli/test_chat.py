@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,26 @@ def test_piped_lines_are_turns_of_one_conversation(nanoinfer: Program) -> None:
     assert (result.code, result.out) == (0, "FIRST\nSECOND\n")
     assert messages(nanoinfer, 1) == "<user>first<assistant>FIRST<user>second<assistant>"
     assert nanoinfer.llm.closed
+
+
+def test_a_piped_chat_has_no_prompts_and_no_escape_codes() -> None:
+    command = [sys.executable, str(HERE / "fake_main.py"), "--", "chat", "--stats"]
+    environment = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"}
+    done = subprocess.run(
+        command, input="hello\n/help\nagain\n", env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "HELLO\nAGAIN\n")
+    assert "\x1b" not in done.stderr
+    assert ">>>" not in done.stderr
+    assert "not a terminal" not in done.stderr
+    assert "warning" not in done.stderr.lower()
+
+
+def test_the_system_prompt_stands_once_however_many_turns_there_are(nanoinfer: Program) -> None:
+    nanoinfer("chat", "--system", "be brief", stdin="one\ntwo\nthree\n")
+    assert (
+        messages(nanoinfer, 2) == "<system>be brief<user>one<assistant>ONE<user>two<assistant>TWO<user>three<assistant>"
+    )
 
 
 def test_a_turn_reuses_the_kv_of_the_turns_before_it(nanoinfer: Program) -> None:

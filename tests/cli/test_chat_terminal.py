@@ -23,11 +23,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     children = []
 
     def spawn(
-        *settings: str, arguments: tuple[str, ...] = (), stdout: Path | None = None, wait: bool = True
+        *settings: str, arguments: tuple[str, ...] = (), stdout: Path | None = None, wait: bool = True, **more: str
     ) -> pexpect.spawn:
         environment = {
             **os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path),
-            "PROMPT_TOOLKIT_NO_CPR": "1",
+            "PROMPT_TOOLKIT_NO_CPR": "1", **more,
         }  # fmt: skip
         for name in ("NO_COLOR", "CI"):
             environment.pop(name, None)
@@ -201,6 +201,48 @@ def test_a_pasted_text_of_several_lines_is_one_message(start: Start) -> None:
     child = start()
     child.send("\x1b[200~one\ntwo\x1b[201~\r")
     child.expect("ONE\r\nTWO\r\n")
+
+
+def test_control_z_suspends_the_chat_and_fg_goes_on_with_it(tmp_path: Path) -> None:
+    environment = {
+        **os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path),
+        "PROMPT_TOOLKIT_NO_CPR": "1", "PS1": "shell: ",
+    }  # fmt: skip
+    child = pexpect.spawn(
+        "bash", ["--norc", "--noprofile", "--noediting", "-i"], env=environment, encoding="utf-8", timeout=20
+    )
+    child.expect("shell: ")
+    child.sendline(shlex.join([sys.executable, str(HERE / "fake_main.py"), "endless", "--", "chat"]))
+    child.expect(PROMPT)
+    child.send("go\x1a")
+    child.expect("Stopped")
+    child.sendline("fg")
+    child.expect(">>>")
+    child.send("\r")
+    child.expect("word word word")
+    child.send("\x1a")
+    child.expect("Stopped")
+    child.sendline("fg")
+    child.expect("word word word")
+    child.sendintr()
+    child.expect("stopped; the text so far is kept")
+    child.expect(PROMPT)
+    child.sendeof()
+    child.expect("shell: ")
+    child.sendline("echo code $?")
+    child.expect("code 0")
+    child.close(force=True)
+
+
+def test_a_message_can_be_written_in_ones_own_editor(start: Start, tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\nprintf "%s and\\nmore" "$(cat "$1")" > "$1"\n')
+    editor.chmod(0o755)
+    child = start(EDITOR=str(editor))
+    child.send("begun\x18\x05")
+    child.expect("more")
+    child.send("\r")
+    child.expect("BEGUN AND\r\nMORE\r\n")
 
 
 def test_answers_alone_go_to_a_redirected_standard_output(start: Start, tmp_path: Path) -> None:

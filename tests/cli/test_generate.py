@@ -108,6 +108,24 @@ def test_text_files_and_unicode_survive(nanoinfer: Program, tmp_path: Path) -> N
     assert len(result.out.splitlines()) == 1, "no reader may take one record for two"
 
 
+def test_tokens_are_counted_by_their_ids_and_not_by_the_text_they_show(nanoinfer: Program) -> None:
+    nanoinfer.make = lambda config: FakeLLM(config, reply=lambda prompt: "漢字")
+    record = json.loads(nanoinfer("generate", "-p", "x", "--json").out)
+    assert record["message"]["content"] == "漢字"
+    assert record["usage"]["completion_tokens"] == 7, "three bytes each, of which two show nothing, and the end"
+    assert record["timing"]["e2e_ms"] == pytest.approx(
+        record["timing"]["ttft_ms"] + 6 * record["timing"]["tpot_ms"], abs=0.01
+    )
+
+
+def test_more_lines_than_the_engine_takes_at_once_are_all_answered(nanoinfer: Program, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", *[{"id": i, "prompt": "x" * (1 + i % 5)} for i in range(40)])
+    options = ("--max-num-seqs", "2", "--num-blocks", "8", "--block-size", "4")
+    result = nanoinfer("generate", "-f", source, "-o", tmp_path / "out", *options)
+    assert result.code == 0
+    assert [(r["id"], r["text"]) for r in read_lines(tmp_path / "out")] == [(i, "X" * (1 + i % 5)) for i in range(40)]
+
+
 def test_control_characters_in_results_are_escaped(nanoinfer: Program) -> None:
     nanoinfer.make = lambda config: FakeLLM(config, reply=lambda prompt: "\x1b[2J\x9b31m")
     result = nanoinfer("generate", "-p", "x", "--json")
@@ -312,6 +330,13 @@ def test_verbose_shows_the_traceback(nanoinfer: Program) -> None:
     result = nanoinfer("generate", "-p", "x", "-v")
     assert result.code == 1
     assert "Traceback" in result.err
+
+
+def test_a_traceback_shows_no_prompt(nanoinfer: Program) -> None:
+    nanoinfer.make = lambda config: FakeLLM(config, before_step=die_at(0, ZeroDivisionError("division by zero")))
+    result = nanoinfer("generate", "-p", "private words", "-v")
+    assert "Traceback" in result.err
+    assert "private" not in result.err
 
 
 def test_an_unexpected_error_is_one_sentence(nanoinfer: Program) -> None:

@@ -51,6 +51,20 @@ def test_a_frame_replaces_the_one_before_even_if_it_has_fewer_rows() -> None:
     assert terminal.rows() == ["before", "after", "4"]
 
 
+def test_a_frame_is_one_write_so_that_nothing_flickers() -> None:
+    writes: list[str] = []
+
+    class Counting(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    screen = Screen(Counting())
+    for columns, frames in ((20, "one\ntwo\nthree"), (20, "1\n2"), (10, "3\n4")):
+        screen.draw(frames, columns, 10)
+    assert len(writes) == 3
+
+
 def test_a_frame_at_the_bottom_scrolls_what_is_above_and_nothing_else() -> None:
     terminal = Terminal(20, 5)
     screen = Screen(terminal)

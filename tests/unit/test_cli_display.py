@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 
 import pytest
 from recorded_run import info
 
+from nanoinfer.cli.batch_input import Batch
+from nanoinfer.cli.prompts_file import parse_prompts
+from nanoinfer.config import SamplingParams
 from nanoinfer.engine.events import FinishedSequence, RequestTiming, StepEvent
 from nanoinfer.ui.console import Console
 from nanoinfer.ui.plain import choose_ui, status_line
@@ -83,6 +87,23 @@ def test_the_line_says_what_happens() -> None:
         "prefix hits 50%",
     ):  # fmt: skip
         assert text in line
+
+
+def test_the_speed_is_that_of_the_last_seconds_and_not_the_mean_of_the_run() -> None:
+    builder = SnapshotBuilder(info(), clock=lambda: 100.0)
+    for second in range(100):
+        builder.observe(step(second + 0.5, {"a": 1000 if second < 80 else 20}))
+    assert " 20.0 tok/s " in status_line(builder.snapshot(Requests(10, 1)))
+
+
+def test_every_answer_of_a_line_counts_as_one_to_come() -> None:
+    lines = [{"prompt": "a", "n": 9}, {"prompt": "b"}, {"prompt": "c", "max_tokens": 5}]
+    batch = Batch("b", parse_prompts("\n".join(map(json.dumps, lines)).encode(), "jsonl", SamplingParams()))
+    assert batch.sequences(SamplingParams(n=2)) == 9 + 2 + 2
+    builder = SnapshotBuilder(info())
+    builder.expect(batch.sequences(SamplingParams(n=2)), 20.0)
+    builder.observe(step(1.0, {"a": 20}, finished("a", 20, "length")))
+    assert builder.snapshot(Requests(3)).to_come == 13 - 1 - 3 - 5, "one has ended, three run, five wait"
 
 
 def test_a_log_gets_a_line_every_ten_seconds_and_nothing_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:

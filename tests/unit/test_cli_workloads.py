@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 
 import pytest
 
@@ -42,6 +43,12 @@ def test_prefix_requests_share_their_prefixes() -> None:
     prefixes = {tuple(request.token_ids[:20]) for request in requests}
     suffixes = {tuple(request.token_ids[20:]) for request in requests}
     assert (len(prefixes), len(suffixes)) == (3, 12)
+
+
+def test_prompts_that_cannot_be_shared_out_evenly_are_all_there() -> None:
+    requests = prefix_requests(14, 4, 20, LengthRange(4, 4), LengthRange(1, 1), 1000, seed=0)
+    groups = Counter(tuple(request.token_ids[:20]) for request in requests)
+    assert sorted(groups.values()) == [3, 3, 4, 4]
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 20.0])

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 from engines import VOCAB, Ticks, greedy, make_engine, run
-from fake_executor import expected_tokens
+from fake_executor import FakeExecutor, expected_tokens
 
+from nanoinfer.engine.batch import ScheduledBatch, StepHandle, StepResult
 from nanoinfer.engine.detokenizer import IncrementalDetokenizer
 from nanoinfer.engine.engine import LLMEngine
 from nanoinfer.engine.events import EventStream
@@ -147,6 +148,48 @@ def test_cached_tokens_are_reported_per_request_and_per_step() -> None:
         assert output.usage.cached_tokens == (0 if name == "first" else 8)
     events = subscription.drain()
     assert (sum(e.cached_tokens for e in events), sum(e.prompt_tokens for e in events)) == (8, 22)
+
+
+def test_prefill_after_a_preemption_is_no_cache_hit() -> None:
+    engine, executor = make_engine(num_blocks=7, block_size=2, max_num_seqs=3)
+    subscription = engine.events.subscribe()
+    for name, first in (("old", 1), ("new", 4)):
+        engine.add_request(name, [first, first + 1, first + 2], greedy(9))
+    outputs = run(engine)
+    events = subscription.drain()
+    assert outputs["new"].outputs[0].preemptions >= 1
+    starts = [
+        dict(zip(batch.rows, batch.starts, strict=True))[new.row]
+        for batch in executor.batches
+        for new in batch.new_sequences
+    ]
+    assert starts[:2] == [0, 0]
+    assert any(starts), "the preempted one found blocks of its own again"
+    assert [output.usage.cached_tokens for output in outputs.values()] == [0, 0]
+    assert (sum(e.cached_tokens for e in events), sum(e.prompt_tokens for e in events)) == (0, 6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_token_counts_from_when_its_id_has_arrived(overlap: bool) -> None:
+    """The time at which a step is launched says nothing: the device may still be at work."""
+    now = [0.0]
+
+    class Slow(FakeExecutor):
+        def submit(self, batch: ScheduledBatch) -> StepHandle:
+            handle = super().submit(batch)
+
+            class Handle:
+                def result(self) -> StepResult:
+                    now[0] += 5.0
+                    return handle.result()
+
+            return Handle()
+
+    engine, executor = make_engine(clock=lambda: now[0], overlap=overlap)
+    executor.__class__ = Slow
+    engine.add_request("a", [1, 2, 3], greedy(3))
+    timing = run(engine)["a"].timing
+    assert (timing.ttft_ms, timing.e2e_ms) == (5000.0, 15000.0)
 
 
 def test_a_slow_consumer_loses_its_oldest_events_and_never_stops_the_engine() -> None:
