@@ -100,6 +100,10 @@ def test_several_answers_a_prompt(nanoinfer: Program) -> None:
     assert [choice["message"]["content"] for choice in record["choices"]] == ["X", "X"]
 
 
+def test_several_answers_to_one_prompt_are_all_printed(nanoinfer: Program) -> None:
+    assert nanoinfer("generate", "-p", "x", "--n", "2").out == "X\n\nX\n"
+
+
 def test_text_files_and_unicode_survive(nanoinfer: Program, tmp_path: Path) -> None:
     text = "žluťoučký 漢字 😀 a\u2028b\u0085c"
     (tmp_path / "in.txt").write_text(text + "\n\n", encoding="utf-8")

@@ -28,9 +28,10 @@ def to_json_line(record: Record) -> bytes:
 
 
 def to_plain_text(record: Record) -> bytes:
-    """Only the answer of a flat record, for a person at a terminal; nothing for an error."""
-    text = record.get("text", record.get("message", {}).get("content"))
-    return b"" if text is None else text.rstrip("\n").encode("utf-8", "replace") + b"\n"
+    """Only the answer of a flat record, or its answers with an empty line between, for a person at a terminal; nothing
+    for an error."""
+    texts = [choice.get("text", choice.get("message", {}).get("content")) for choice in record.get("choices", [record])]
+    return b"\n".join(text.rstrip("\n").encode("utf-8", "replace") + b"\n" for text in texts if text is not None)
 
 
 def harmless(render: Callable[[Record], bytes]) -> Callable[[Record], bytes]:
