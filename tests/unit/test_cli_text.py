@@ -63,6 +63,13 @@ def test_the_console_shows_messages_harmless_and_plain_in_a_pipe() -> None:
     assert stream.getvalue() == "a␛[2Jb\nerror: bad\n"
 
 
+def test_an_empty_no_color_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for value, colour in (("", True), ("0", False), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", value)
+        assert Console(Terminal()).colour == colour
+
+
 def test_quiet_keeps_warnings_and_errors() -> None:
     stream = io.StringIO()
     console = Console(stream, quiet=True)
