@@ -398,3 +398,16 @@ def test_events_and_cache_snapshot_files(nanoinfer: Program, prompts: Path, tmp_
     assert json.loads(snapshot.read_text())["num_blocks"] == 1024
     missing = tmp_path / "no" / "events"
     assert nanoinfer("generate", "-p", "x", "--events", missing).code == 2
+
+
+@pytest.mark.parametrize("option", ["--events", "--cache-snapshot"])
+@pytest.mark.parametrize("lines", [2, 200])
+def test_a_full_disk_under_a_file_written_along_the_way_is_named(
+    nanoinfer: Program, tmp_path: Path, option: str, lines: int
+) -> None:
+    """At the end, or, with more events than a buffer holds, in the middle."""
+    source = write_lines(tmp_path / "in.jsonl", *[{"prompt": "x" * 20}] * lines)
+    result = nanoinfer("generate", "-f", source, "-o", tmp_path / "out", option, "/dev/full")
+    assert result.code == 1
+    assert "error: cannot write /dev/full: No space left on device." in result.err
+    assert ("results are in" in result.err) == (tmp_path / "out.partial").exists()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from nanoinfer.cli.session import Session
 from nanoinfer.engine.events import StepEvent, Subscription
 from nanoinfer.engine.trace import TraceWriter
-from nanoinfer.errors import UserError
+from nanoinfer.errors import EngineError, UserError
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
@@ -42,16 +42,28 @@ class Monitor:
         """Consume the engine's events; at the end, however it comes, write what was asked for."""
         self._subscription = llm.events.subscribe()
         if self._events_file is not None:
-            self.consumers.append(TraceWriter(self._events_file, asdict(llm.info)).write)
+            self.consumers.append(self._written_to(self._events_file, llm))
         try:
             yield
         finally:
             self.tick()
             llm.events.unsubscribe(self._subscription)
             if self._events_file is not None:
-                self._events_file.close()
+                with _failures_named(self._events_file.name):
+                    self._events_file.close()
             if self._snapshot_path is not None:
-                self._snapshot_path.write_text(json.dumps(llm.cache_snapshot().to_json()), encoding="utf-8")
+                with _failures_named(self._snapshot_path):
+                    self._snapshot_path.write_text(json.dumps(llm.cache_snapshot().to_json()), encoding="utf-8")
+
+    @staticmethod
+    def _written_to(file: TextIO, llm: LLM) -> Consumer:
+        writer = TraceWriter(file, asdict(llm.info))
+
+        def write(event: StepEvent) -> None:
+            with _failures_named(file.name):
+                writer.write(event)
+
+        return write
 
     @contextmanager
     def also(self, *consumers: Consumer, after_tick: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -73,6 +85,17 @@ class Monitor:
             for consume in self.consumers:
                 consume(event)
         self._after_tick()
+
+
+@contextmanager
+def _failures_named(path: Path | str) -> Iterator[None]:
+    """A full disk as one sentence that says which file; a reader that has left stays what it is."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise EngineError(f"cannot write {path}: {error.strerror}.") from error
 
 
 def _open_for_writing(path: Path) -> TextIO:
