@@ -14,8 +14,8 @@ import pytest
 from fake_llm import FakeLLM
 from program import Program
 
+from nanoinfer.engine.event_log import read_event_log
 from nanoinfer.engine.latency import SequenceMetrics
-from nanoinfer.engine.trace import read_trace
 
 SMALL = ("--device", "cpu", "--num-prompts", "12", "--input-len", "10:30", "--output-len", "4:9", "--warmup", "0")
 
@@ -45,7 +45,7 @@ def test_figures_agree_with_the_recorded_events(nanoinfer: Program, tmp_path: Pa
     path = tmp_path / "events.jsonl"
     limits = ("--goodput", "ttft:60000", "tpot:60000", "itl_p99:60000")
     result = bench(nanoinfer, *SMALL, *limits, "--max-concurrency", "5", "--events", path, code=3)
-    events = read_trace(path).events
+    events = read_event_log(path).events
     ended = [SequenceMetrics.of(sequence) for event in events for sequence in event.finished]
     done = [sequence for sequence in ended if sequence.succeeded]
     assert (len(ended), len(done), result["completed"], result["failed"]) == (12, 11, 11, 1)

@@ -15,7 +15,7 @@ from nanoinfer.engine.batch import CompletedStep, StepResult
 from nanoinfer.errors import EngineError, MemoryBudgetError
 from nanoinfer.kernels.kernel_set import EAGER
 from nanoinfer.models.config import ModelConfig
-from nanoinfer.runner import build, memory, profiling
+from nanoinfer.runner import build, memory, worst_step
 from nanoinfer.runner.executor import LocalExecutor
 from nanoinfer.runner.overlapped_runner import PendingStep, StepClock
 
@@ -36,13 +36,13 @@ def pool_plan(**options) -> build.PoolPlan:
 
 @pytest.mark.parametrize("options", [{"num_blocks": 1 << 20}, {"kv_memory": 8 << 30}])
 def test_a_given_pool_that_does_not_fit_the_gpu_is_refused_before_the_load_with_the_numbers(options):
-    start = profiling.MemoryMark(free=2 << 30, reserved=0)
+    start = worst_step.MemoryMark(free=2 << 30, reserved=0)
     with pytest.raises(MemoryBudgetError, match=r"KV pool .* GiB .*2\.00 GiB available"):
         pool_plan(**options).pool_before_load(start, CUDA)
 
 
 def test_a_given_pool_that_fits_needs_no_profiling_run_and_an_open_one_does():
-    start = profiling.MemoryMark(free=2 << 30, reserved=0)
+    start = worst_step.MemoryMark(free=2 << 30, reserved=0)
     given = pool_plan(num_blocks=100).pool_before_load(start, CUDA)
     assert given is not None
     assert given.num_blocks == 100
@@ -77,8 +77,8 @@ def test_reserve_for_graphs_covers_their_logits_and_activations():
     config = SimpleNamespace(vocab_size=151_936, **shape)
     gate_up, residual = 2 * 12288, 4096
     largest = 256 * 151_936 * 4 + 4096 * 2 * (gate_up + residual)
-    assert largest + (256 << 20) <= profiling.graph_reserve(config, 256, 8192) <= 3 * largest
-    assert profiling.graph_reserve(config, 256, 512) < profiling.graph_reserve(config, 256, 8192)
+    assert largest + (256 << 20) <= worst_step.graph_reserve(config, 256, 8192) <= 3 * largest
+    assert worst_step.graph_reserve(config, 256, 512) < worst_step.graph_reserve(config, 256, 8192)
 
 
 class Runner:

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "cli": {
         "cli", "ui", "config", "errors", "models.config", "models.partition", "runner.memory", "runner.machine",
         "runner.torchrun", "worker", "loading", "llm",
-        "engine.trace", "engine.metrics", "engine.latency", "engine.events", "engine.outputs", "engine.batch",
+        "engine.event_log", "engine.metrics", "engine.latency", "engine.events", "engine.outputs", "engine.batch",
         "engine.chat_template", "engine.cache_snapshot", "engine.info", "engine.tokenizer",
     },
 }  # fmt: skip

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.cli.cache_steps import Recording, trace_problems
+from nanoinfer.cli.cache_steps import Recording, log_problems
 from nanoinfer.cli.command import ENGINE_FAILURE, OK
 from nanoinfer.cli.session import Session
-from nanoinfer.engine.trace import read_trace
+from nanoinfer.engine.event_log import read_event_log
 from nanoinfer.ui.glyphs import ASCII, UNICODE, Glyphs
 from nanoinfer.ui.text import one_line, plural
 
@@ -24,10 +24,10 @@ MANY = 10
 
 def report_events(session: Session, path: Path, step: int | None, *, top: int) -> int:
     """Returns the exit code: 1 if the recording contradicts itself."""
-    trace = read_trace(path)
-    recording, problems = Recording(path.name, trace), trace_problems(trace)
+    log = read_event_log(path)
+    recording, problems = Recording(path.name, log), log_problems(log)
     glyphs = ASCII if session.console.ascii else UNICODE
-    if trace.torn:
+    if log.torn:
         session.console.warn(f"the last line of {path} was cut off and is left out.")
     position = recording.position(step if step is not None else -1)
     if session.display.json:
@@ -44,7 +44,7 @@ def report_events(session: Session, path: Path, step: int | None, *, top: int) -
 
 
 def _title(recording: Recording) -> str:
-    engine = recording.trace.engine
+    engine = recording.log.engine
     model = f", {one_line(str(engine['model']), 40)}" if "model" in engine else ""
     return f"recording   {one_line(recording.name, 30)}{model}"
 
@@ -61,7 +61,7 @@ def _text(
 
 
 def _document(recording: Recording, position: int, step: int | None, problems: list[str]) -> dict[str, Any]:
-    document = {"engine": recording.trace.engine, **recording.document(position)}
+    document = {"engine": recording.log.engine, **recording.document(position)}
     if step is None:
         names = ("request_id", "index", "reason", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions")
         document["requests"] = [{name: getattr(each, name) for name in names} for each in recording.finished]

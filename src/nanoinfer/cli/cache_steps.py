@@ -9,8 +9,8 @@ from typing import Any
 
 from nanoinfer.cli.cache_map import bar, legend
 from nanoinfer.cli.cache_view import MARGIN, percent
+from nanoinfer.engine.event_log import EventLog
 from nanoinfer.engine.events import FinishedSequence, StepEvent
-from nanoinfer.engine.trace import Trace
 from nanoinfer.errors import UserError
 from nanoinfer.ui.glyphs import UNICODE, Glyphs, sparkline
 from nanoinfer.ui.text import count, milliseconds, one_line, plural
@@ -43,21 +43,21 @@ class SoFar:
 
 
 class Recording:
-    """A trace to step through; positions count from 1, and from -1 backwards."""
+    """A recorded run to step through; positions count from 1, and from -1 backwards."""
 
-    def __init__(self, name: str, trace: Trace) -> None:
-        if not trace.events:
+    def __init__(self, name: str, log: EventLog) -> None:
+        if not log.events:
             raise UserError(f"{name} has no steps: the run ended before the first one.")
         self.name = name
-        self.trace = trace
+        self.log = log
         self._so_far: list[SoFar] = []
         total = SoFar()
-        for event in trace.events:
+        for event in log.events:
             total = total.after(event)
             self._so_far.append(total)
 
     def __len__(self) -> int:
-        return len(self.trace.events)
+        return len(self.log.events)
 
     def position(self, step: int) -> int:
         """`step` as a position from 1; UserError if there is no such step."""
@@ -68,12 +68,12 @@ class Recording:
 
     @property
     def finished(self) -> list[FinishedSequence]:
-        return [sequence for event in self.trace.events for sequence in event.finished]
+        return [sequence for event in self.log.events for sequence in event.finished]
 
     def frame(self, position: int, glyphs: Glyphs = UNICODE) -> list[str]:
         """The lines that show one step, at most 80 columns wide."""
-        event, so_far = self.trace.events[position - 1], self._so_far[position - 1]
-        engine, begin = self.trace.engine, self.trace.events[0]
+        event, so_far = self.log.events[position - 1], self._so_far[position - 1]
+        engine, begin = self.log.engine, self.log.events[0]
         since = event.time - (begin.time - begin.step_ms / 1e3)
         pool = event.blocks_active + event.blocks_cached + event.blocks_free
         block_size = f" of {engine['block_size']} tokens" if "block_size" in engine else ""
@@ -115,7 +115,7 @@ class Recording:
     def _timeline(self, glyphs: Glyphs) -> str:
         """Active blocks over all steps: the most of those that share a column."""
         most = [0] * self._columns
-        for position, event in enumerate(self.trace.events, start=1):
+        for position, event in enumerate(self.log.events, start=1):
             most[self._column(position)] = max(most[self._column(position)], event.blocks_active)
         return sparkline(most, self._columns, glyphs)
 
@@ -134,7 +134,7 @@ class Recording:
 
     def document(self, position: int) -> dict[str, Any]:
         """One step and the sums up to it, as plain data."""
-        event = asdict(self.trace.events[position - 1])
+        event = asdict(self.log.events[position - 1])
         for sequence in event["finished"]:
             del sequence["token_times"]
         return {"position": position, "steps": len(self), "event": event, "so_far": asdict(self._so_far[position - 1])}
@@ -151,17 +151,17 @@ def _ended(sequence: FinishedSequence) -> str:
     )
 
 
-def trace_problems(trace: Trace) -> list[str]:
+def log_problems(log: EventLog) -> list[str]:
     """Sentences for everything in a recording that cannot be; an empty list if all is well."""
-    problems = [f"step {position}: {what}" for position, what in _step_problems(trace)]
+    problems = [f"step {position}: {what}" for position, what in _step_problems(log)]
     emitted: Counter[str] = Counter()
     ended: Counter[str] = Counter()
-    for event in trace.events:
+    for event in log.events:
         for request_id, tokens in event.emitted:
             emitted[request_id] += tokens
         for sequence in event.finished:
             ended[sequence.request_id] += sequence.output_tokens
-    all_ended = bool(trace.events) and not trace.events[-1].running + trace.events[-1].waiting
+    all_ended = bool(log.events) and not log.events[-1].running + log.events[-1].waiting
     for request_id, tokens in ended.items():
         # A request with samples still running has emitted more than the ended ones have.
         if emitted[request_id] < tokens or (all_ended and emitted[request_id] != tokens):
@@ -169,10 +169,10 @@ def trace_problems(trace: Trace) -> list[str]:
     return problems
 
 
-def _step_problems(trace: Trace) -> Iterator[tuple[int, str]]:
-    pool = trace.engine.get("num_blocks")
+def _step_problems(log: EventLog) -> Iterator[tuple[int, str]]:
+    pool = log.engine.get("num_blocks")
     before: StepEvent | None = None
-    for position, event in enumerate(trace.events, start=1):
+    for position, event in enumerate(log.events, start=1):
         states = (event.blocks_active, event.blocks_cached, event.blocks_free)
         pool = pool if pool is not None else sum(states)
         if sum(states) != pool or min(states) < 0:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from nanoinfer.cli.session import Session
+from nanoinfer.engine.event_log import EventLogWriter
 from nanoinfer.engine.events import StepEvent, Subscription
-from nanoinfer.engine.trace import TraceWriter
 from nanoinfer.errors import EngineError, UserError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Monitor:
 
     @staticmethod
     def _written_to(file: TextIO, llm: LLM) -> Consumer:
-        writer = TraceWriter(file, asdict(llm.info))
+        writer = EventLogWriter(file, asdict(llm.info))
 
         def write(event: StepEvent) -> None:
             with _failures_named(file.name):

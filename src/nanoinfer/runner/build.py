@@ -31,7 +31,7 @@ from nanoinfer.runner.compile_numba import Notify, NumbaCompilation
 from nanoinfer.runner.executor import Runner
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
-from nanoinfer.runner.profiling import MemoryMark, gpu_kv_budget, graph_reserve, run_worst_step
+from nanoinfer.runner.worst_step import MemoryMark, graph_reserve, measured_kv_budget, run_worst_step
 
 LoadWeights = Callable[[Mapping[str, WeightSlot]], None]
 
@@ -330,7 +330,7 @@ def _profile(
         device=device,
     )
     reserve = graph_reserve(plan.model_config, config.max_num_seqs, config.max_num_batched_tokens)
-    return gpu_kv_budget(start, config.gpu_memory_utilization, reserve, device)
+    return measured_kv_budget(start, config.gpu_memory_utilization, reserve, device)
 
 
 def can_graph(config: EngineConfig, attention: AttentionBackend, kernels: KernelSet) -> bool:

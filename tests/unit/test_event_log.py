@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nanoinfer.engine.event_log import SCHEMA, EventLog, EventLogWriter, read_event_log
 from nanoinfer.engine.events import FinishedSequence, RequestTiming, StepEvent
-from nanoinfer.engine.trace import SCHEMA, Trace, TraceWriter, read_trace
 from nanoinfer.errors import UserError
 
 FINISHED = FinishedSequence(
@@ -54,20 +54,20 @@ EVENTS = [EVENT, replace(EVENT, step=2, emitted=(), finished=())]
 
 def written() -> str:
     stream = io.StringIO()
-    writer = TraceWriter(stream, ENGINE)
+    writer = EventLogWriter(stream, ENGINE)
     for event in EVENTS:
         writer.write(event)
     return stream.getvalue()
 
 
-def read(tmp_path: Path, text: str) -> Trace:
+def read(tmp_path: Path, text: str) -> EventLog:
     path = tmp_path / "run.jsonl"
     path.write_text(text, encoding="utf-8")
-    return read_trace(path)
+    return read_event_log(path)
 
 
 def test_events_read_back_equal(tmp_path: Path) -> None:
-    assert read(tmp_path, written()) == Trace(ENGINE, EVENTS, torn=False)
+    assert read(tmp_path, written()) == EventLog(ENGINE, EVENTS, torn=False)
 
 
 def test_header_comes_first_and_every_step_is_one_line_of_json() -> None:
@@ -79,15 +79,15 @@ def test_header_comes_first_and_every_step_is_one_line_of_json() -> None:
 def test_torn_last_line_is_left_out_wherever_it_is_torn(tmp_path: Path) -> None:
     text = written()
     end_of_first = text.index("\n", text.index("\n") + 1) + 1
-    assert read(tmp_path, text[:end_of_first]) == Trace(ENGINE, EVENTS[:1], torn=False)
+    assert read(tmp_path, text[:end_of_first]) == EventLog(ENGINE, EVENTS[:1], torn=False)
     for cut in (end_of_first + 1, end_of_first + 100, len(text) - 1):
-        assert read(tmp_path, text[:cut]) == Trace(ENGINE, EVENTS[:1], torn=True)
+        assert read(tmp_path, text[:cut]) == EventLog(ENGINE, EVENTS[:1], torn=True)
 
 
 def test_line_torn_inside_a_character_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_bytes(written().encode() + '{"emitted":[["č'.encode()[:-1])
-    assert read_trace(path) == Trace(ENGINE, EVENTS, torn=True)
+    assert read_event_log(path) == EventLog(ENGINE, EVENTS, torn=True)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +123,10 @@ def test_damage_before_the_end_is_reported_by_line(tmp_path: Path, old: str, new
 
 
 def test_field_with_a_default_may_be_missing(tmp_path: Path) -> None:
-    trace = read(tmp_path, written().replace(',"used_graph":true', ""))
-    assert trace.events == [replace(event, used_graph=False) for event in EVENTS]
+    log = read(tmp_path, written().replace(',"used_graph":true', ""))
+    assert log.events == [replace(event, used_graph=False) for event in EVENTS]
 
 
 def test_missing_file_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*No such file"):
-        read_trace(tmp_path / "none.jsonl")
+        read_event_log(tmp_path / "none.jsonl")

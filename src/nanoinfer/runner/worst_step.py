@@ -79,7 +79,7 @@ def graph_reserve(config: ModelConfig, max_num_seqs: int, max_num_batched_tokens
     return GRAPH_RESERVE + tokens * widest + max_num_seqs * config.vocab_size * GRAPH_LOGIT_BYTES
 
 
-def gpu_kv_budget(start: MemoryMark, utilization: float, reserve: int, device: torch.device) -> int:
+def measured_kv_budget(start: MemoryMark, utilization: float, reserve: int, device: torch.device) -> int:
     """Bytes for the KV pool after `run_worst_step`; `start` was taken before anything was loaded.
 
     `reserve` is left for what is allocated later.

@@ -23,7 +23,7 @@ _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "
 _Record = TypeVar("_Record", StepEvent, FinishedSequence, RequestTiming)
 
 
-class TraceWriter:
+class EventLogWriter:
     """Writes events to a stream that the caller opens and closes. `engine` describes the engine, as plain JSON data."""
 
     def __init__(self, stream: TextIO, engine: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ def _as_dict(record: StepEvent | FinishedSequence | RequestTiming) -> dict[str, 
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class EventLog:
     """A recorded run. `torn` is true where the last line was cut off and left out."""
 
     engine: dict[str, Any]
@@ -53,8 +53,8 @@ class Trace:
     torn: bool
 
 
-def read_trace(path: Path) -> Trace:
-    """Read a file that TraceWriter wrote. Raises UserError, with the line's number, if it is anything else."""
+def read_event_log(path: Path) -> EventLog:
+    """Read a file that EventLogWriter wrote. Raises UserError, with the line's number, if it is anything else."""
     try:
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     except OSError as error:
@@ -63,7 +63,7 @@ def read_trace(path: Path) -> Trace:
     tail = lines.pop()
     engine = _header(path, lines[0] if lines else tail)
     events = [_event(path, number, line) for number, line in enumerate(lines[1:], start=2)]
-    return Trace(engine, events, torn=bool(tail))
+    return EventLog(engine, events, torn=bool(tail))
 
 
 def _header(path: Path, line: str) -> dict[str, Any]:
