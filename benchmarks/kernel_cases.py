@@ -273,12 +273,12 @@ def sampling_from_logits(bench: Bench, model: Model, batch: int) -> None:
     seeds = torch.arange(batch, device=bench.device)
     race = (temperatures, seeds, seeds)
     logits = 3 * (hidden @ head.T)
-    agree = (sampling.sample(logits, *race)[0] == reference.sample(logits.float(), *race)).float().mean().item()
-    bench.variant(f"sample/b{batch}", lambda: sampling.sample(logits, *race), agree=agree)
+    agree = (sampling.best(logits, *race)[0] == reference.sample(logits.float(), *race)).float().mean().item()
+    bench.variant(f"best/b{batch}", lambda: sampling.best(logits, *race), agree=agree)
     bench.variant(f"twin/b{batch}", lambda: reference.sample(logits.float(), *race))
     bench.variant(
-        f"lm_head_sample/b{batch}",
-        lambda: sampling.lm_head_sample(hidden, head, *race, norm_weight=norm_weight, eps=EPS),
+        f"head_best/b{batch}",
+        lambda: sampling.head_best(hidden, head, *race, norm_weight=norm_weight, eps=EPS),
     )
     for name, k, p in (("top_k", 50, 1.0), ("top_p", 0, 0.9), ("both", 50, 0.95)):
         filters = (

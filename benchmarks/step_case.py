@@ -46,7 +46,7 @@ class StepChain:
             x = linear(self.attend(qkv, w, cache), w.o, residual=x)
             inner = linear(x, w.gate_up, norm_weight=w.norm, eps=EPS, swiglu=True)
             x = linear(inner, w.down, residual=x)
-        sampling.lm_head_sample(x, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
+        sampling.head_best(x, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
         return x
 
     def mixed(self) -> Tensor:
@@ -57,7 +57,7 @@ class StepChain:
             x = linear(self.attend(qkv, w, cache), w.o, residual=x)
             inner = activation.silu_mul(F.linear(norm.rms_norm(x, w.norm, EPS), w.gate_up))
             x = linear(inner, w.down, residual=x)
-        sampling.lm_head_sample(x, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
+        sampling.head_best(x, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
         return x
 
     def cublas(self) -> Tensor:
@@ -70,7 +70,7 @@ class StepChain:
             x, residual = norm.add_rms_norm(x, residual, w.norm, EPS)
             x = F.linear(activation.silu_mul(F.linear(x, w.gate_up)), w.down)
             x, residual = norm.add_rms_norm(x, residual, following.norm, EPS)
-        sampling.lm_head_sample(residual, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
+        sampling.head_best(residual, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
         return residual
 
 

@@ -120,7 +120,7 @@ class Step:
             x = linear(attended.flatten(1), w["o"], residual=x)
             inner = linear(x, w["gate_up"], norm_weight=w["norm"], eps=EPS, swiglu=True)
             x = linear(inner, w["down"], residual=x)
-        ids, _ = sampling.lm_head_sample(
+        ids, _ = sampling.head_best(
             x, self.head, self.temperatures, self.seeds, self.lengths.long(), norm_weight=w["norm"], eps=EPS
         )
         return x, ids

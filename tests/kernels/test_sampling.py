@@ -7,6 +7,7 @@ import torch
 from kernel_inputs import normal
 
 from nanoinfer.kernels import keep_bounds, reference, sampling
+from nanoinfer.kernels.triton_set import TritonKernels
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:divide by zero:RuntimeWarning"
@@ -30,29 +31,37 @@ def row_parameters(batch, device):
 def test_the_race_is_the_twins_race(dtype, device):
     logits = normal(8, 2000, dtype=dtype, device=device) * 3
     parameters = row_parameters(8, device)
-    ids, scores = sampling.sample(logits, *parameters)
+    ids, scores = sampling.best(logits, *parameters)
     assert ids.tolist() == reference.sample(logits.float(), *parameters).tolist()
     assert scores[0] == logits[0].max()
+
+
+def test_the_kernel_set_draws_the_twins_tokens_with_its_own_kernel(monkeypatch, device):
+    logits = normal(8, 2000, dtype=torch.float32, device=device) * 3
+    parameters = row_parameters(8, device)
+    expected = reference.sample(logits, *parameters).tolist()
+    monkeypatch.setattr(reference, "best", None)  # the twin takes thirty times as long on a GPU
+    assert TritonKernels().sample(logits, *parameters).tolist() == expected
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits(device):
     logits = torch.zeros(1, 2000, device=device)
     logits[0, [300, 999, 1999]] = 5.0
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    assert sampling.sample(logits, zero.float(), zero, zero)[0].item() == 300
+    assert sampling.best(logits, zero.float(), zero, zero)[0].item() == 300
 
 
 def test_a_row_of_nan_names_a_token_that_exists(device):
     logits = torch.full((1, 600), float("nan"), device=device)
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    assert 0 <= sampling.sample(logits, zero.float(), zero, zero)[0].item() < 600
+    assert 0 <= sampling.best(logits, zero.float(), zero, zero)[0].item() < 600
 
 
 def test_shards_of_the_vocabulary_race_each_other_fairly(device):
     logits = normal(4, 1000, dtype=torch.float32, device=device)
     parameters = row_parameters(4, device)
-    whole, _ = sampling.sample(logits, *parameters)
-    parts = [sampling.sample(logits[:, a:b], *parameters, first_id=a) for a, b in [(0, 400), (400, 1000)]]
+    whole, _ = sampling.best(logits, *parameters)
+    parts = [sampling.best(logits[:, a:b], *parameters, first_id=a) for a, b in [(0, 400), (400, 1000)]]
     scores = torch.stack([score for _, score in parts])
     ids = torch.stack([ids for ids, _ in parts])
     assert ids.gather(0, scores.argmax(dim=0, keepdim=True))[0].tolist() == whole.tolist()
@@ -112,7 +121,7 @@ def test_bounds_apply_in_the_race_row_by_row(device):
     best = logits.topk(3).indices.tolist()
     for seed in range(3):
         seeds = torch.full((3,), seed, device=device)
-        ids, _ = sampling.sample(logits, temperatures, seeds, seeds, bounds)
+        ids, _ = sampling.best(logits, temperatures, seeds, seeds, bounds)
         assert ids[0] == best[0][0]
         assert ids[1] == best[1][0]
         assert int(ids[2]) in best[2]

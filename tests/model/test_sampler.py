@@ -12,7 +12,7 @@ import torch
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.batch import NewSequence, ScheduledBatch, TokenLogprobs
 from nanoinfer.kernels import reference
-from nanoinfer.kernels.kernel_set import EAGER
+from nanoinfer.kernels.kernel_set import EAGER, KernelSet
 from nanoinfer.runner import sampler as sampler_module
 from nanoinfer.runner.input_batch import SequenceRows
 from nanoinfer.runner.sampler import Sampler
@@ -40,7 +40,13 @@ def request(logits, seed=0, prompt=(1,), output=(), stop_token_ids=(), **params)
     return Request(torch.as_tensor(logits).float(), seed, list(prompt), list(output), stop_token_ids, options)
 
 
-def step(requests: list[Request]) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+def batch_of(new: list[NewSequence]) -> ScheduledBatch:
+    """A step that computes all known tokens of these sequences."""
+    rows, lengths = [s.row for s in new], [len(s.token_ids) for s in new]
+    return ScheduledBatch(0, new, [], rows, [0] * len(new), lengths, [True] * len(new), 0)
+
+
+def step(requests: list[Request], kernels: KernelSet = EAGER) -> tuple[list[int], list[TokenLogprobs | None] | None]:
     """Sample once for requests that lie in rows of another order, whose rest an earlier owner left full of token 3."""
     rows, table = SequenceRows(len(requests) + 2, MAX_LEN, 16), SamplingTable(len(requests) + 2)
     rows.token_ids[:] = 3
@@ -49,14 +55,11 @@ def step(requests: list[Request]) -> tuple[list[int], list[TokenLogprobs | None]
         NewSequence(row, r.prompt + r.output, len(r.prompt), [0, 1, 2, 3], r.params, r.seed, r.stop_token_ids)
         for row, r in zip(order, requests, strict=True)
     ]
+    rows.update(batch_of(new))
+    table.update(batch_of(new))
     lengths = [len(s.token_ids) for s in new]
-    rows.update(
-        ScheduledBatch(0, new, [], order, [0] * len(new), lengths, [True] * len(new), 0),
-    )
-    for sequence in new:
-        table.insert(sequence)
     logits = torch.stack([r.logits for r in requests])
-    sampled = Sampler(table, rows, EAGER, CPU).sample(logits, np.array(order), np.array(lengths))
+    sampled = Sampler(table, rows, kernels, CPU).sample(logits, np.array(order), np.array(lengths))
     return sampled.token_ids.tolist(), sampled.logprobs
 
 
@@ -129,6 +132,38 @@ def test_draws_of_one_seed_along_its_output_follow_the_distribution():
     many = reference.sample(logits.expand(4000, -1), ones, ones.long() * 7, indices)
     assert many[:60].tolist() == tokens
     assert_follows(torch.bincount(many, minlength=8), logits.softmax(-1))
+
+
+def test_plain_rows_beside_one_with_logprobs_are_drawn_by_the_kernel_set():
+    """They once went through the torch twin, which on a GPU takes milliseconds for a large batch."""
+
+    class Counting(KernelSet):
+        drawn = 0
+
+        def sample(self, logits, *parameters):
+            self.drawn += len(logits)
+            return super().sample(logits, *parameters)
+
+    kernels, requests = Counting(), [request(logits_of(i), seed=i) for i in range(6)]
+    alone = draw(requests)
+    requests[2] = request(logits_of(2), seed=2, logprobs=1)
+    assert step(requests, kernels)[0] == alone
+    assert kernels.drawn == 6
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0, "logprobs": 1}, {"logprobs": 1}, {"top_k": 3}])
+def test_rows_of_one_kind_are_drawn_without_a_copy_of_the_logits(options, monkeypatch):
+    seen = []
+    original = Sampler._draw
+    monkeypatch.setattr(
+        Sampler, "_draw", lambda self, logits, *rest: seen.append(logits) or original(self, logits, *rest)
+    )
+    table, rows = SamplingTable(3), SequenceRows(3, MAX_LEN, 16)
+    params = SamplingParams(max_tokens=None, **options)
+    table.update(batch_of([NewSequence(row, [1], 1, [0], params, row, ()) for row in range(3)]))
+    logits = torch.stack([logits_of(i) for i in range(3)])
+    Sampler(table, rows, EAGER, CPU).sample(logits, np.arange(3), np.ones(3, np.int64))
+    assert [each.data_ptr() for each in seen] == [logits.data_ptr()]
 
 
 def test_almost_zero_temperature_is_not_nan():
@@ -312,8 +347,8 @@ def test_resumed_sequence_draws_what_the_undisturbed_one_draws():
 
         def enter() -> None:
             new = NewSequence(row, list(tokens), 3, [0, 1, 2, 3], params, 17, ())
-            rows.update(ScheduledBatch(0, [new], [], [row], [0], [len(tokens)], [True], 0))
-            table.insert(new)
+            rows.update(batch_of([new]))
+            table.update(batch_of([new]))
 
         enter()
         for i in range(24):
@@ -459,8 +494,8 @@ def test_row_forgets_the_parameters_of_its_earlier_owner():
     demanding, logits = mixed()[8], logits_of(2)
     for r in (demanding, request(logits, temperature=0.0)):
         new = NewSequence(0, r.prompt + r.output, len(r.prompt), [0, 1, 2, 3], r.params, r.seed, r.stop_token_ids)
-        rows.update(ScheduledBatch(0, [new], [], [0], [0], [len(new.token_ids)], [True], 0))
-        table.insert(new)
+        rows.update(batch_of([new]))
+        table.update(batch_of([new]))
         sampled = Sampler(table, rows, EAGER, CPU).sample(
             r.logits[None].clone(), np.array([0]), np.array([len(new.token_ids)])
         )

@@ -70,6 +70,10 @@ class KernelSet:
         logits = self.norm_linear(x, norm_weight, eps, weight, None).float()
         return reference.best(logits, temperatures, seeds, token_indices, first_id)
 
+    def sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, token_indices: Tensor) -> Tensor:
+        """A draw from float32 logits [S, V] -> token ids int64 [S]; the rest as in `head_best`."""
+        return reference.sample(logits, temperatures, seeds, token_indices)
+
     def filtered_sample(
         self,
         logits: Tensor,
@@ -85,7 +89,7 @@ class KernelSet:
         top_k int64 (0 is off), top_p and min_p float32, the rest as in `head_best`, all [S].
         """
         kept = reference.mask_unlikely(logits, temperatures, top_k, top_p, min_p)
-        return reference.sample(kept, temperatures, seeds, token_indices)
+        return self.sample(kept, temperatures, seeds, token_indices)
 
     def qk_norm_rope_store(
         self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache

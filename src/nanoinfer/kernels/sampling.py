@@ -128,7 +128,8 @@ def _best_kernel(scores_ptr, ids_ptr, token_ids_ptr, best_scores_ptr, count, BLO
     tl.store(best_scores_ptr + row, top)
 
 
-def _best(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _best_of_parts(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """scores and ids [B, parts of the vocabulary] -> the best of each row, as `best` returns them."""
     batch, count = scores.shape
     token_ids = torch.empty(batch, dtype=torch.int64, device=scores.device)
     best_scores = torch.empty(batch, dtype=torch.float32, device=scores.device)
@@ -146,7 +147,7 @@ def _best(scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return token_ids, best_scores
 
 
-def sample(
+def best(
     logits: Tensor,
     temperatures: Tensor,
     seeds: Tensor,
@@ -184,10 +185,10 @@ def sample(
         num_warps=8,
         **pdl_options(logits),
     )
-    return _best(scores, ids)
+    return _best_of_parts(scores, ids)
 
 
-def lm_head_sample(
+def head_best(
     hidden: Tensor,
     weight: Tensor,
     temperatures: Tensor,
@@ -198,7 +199,7 @@ def lm_head_sample(
     eps: float,
     first_id: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The final norm, the LM head's weight [V, K] and a draw for hidden [B, K]; arguments and results as in sample.
+    """The final norm, the LM head's weight [V, K] and a draw for hidden [B, K]; arguments and results as in `best`.
 
     Writing the logits costs less than drawing inside the product, where the noise keeps the weights waiting.
     """
@@ -206,4 +207,4 @@ def lm_head_sample(
         logits = gemv(hidden, weight, norm_weight=norm_weight, eps=eps, out_dtype=torch.float32)
     else:
         logits = F.linear(rms_norm(hidden, norm_weight, eps), weight)
-    return sample(logits, temperatures, seeds, token_indices, first_id=first_id)
+    return best(logits, temperatures, seeds, token_indices, first_id=first_id)

@@ -52,9 +52,12 @@ class TritonKernels(KernelSet):
         token_indices: Tensor,
         first_id: int,
     ) -> tuple[Tensor, Tensor]:
-        return sampling.lm_head_sample(
+        return sampling.head_best(
             x, weight, temperatures, seeds, token_indices, norm_weight=norm_weight, eps=eps, first_id=first_id
         )
+
+    def sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, token_indices: Tensor) -> Tensor:
+        return sampling.best(logits, temperatures, seeds, token_indices)[0]
 
     def filtered_sample(
         self,
@@ -67,7 +70,7 @@ class TritonKernels(KernelSet):
         token_indices: Tensor,
     ) -> Tensor:
         bounds = keep_bounds.keep_bounds(logits, temperatures, top_k, top_p, min_p)
-        return sampling.sample(logits, temperatures, seeds, token_indices, bounds)[0]
+        return sampling.best(logits, temperatures, seeds, token_indices, bounds)[0]
 
     def qk_norm_rope_store(
         self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache

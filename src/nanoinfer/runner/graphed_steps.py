@@ -136,8 +136,8 @@ class GraphedMixed:
         size = 3 * largest + 6 * max_num_seqs
         self._inputs = torch.empty(size, dtype=torch.int64, device=rows.last_tokens.device)
 
-    def accepts(self, num_tokens: int, num_sequences: int) -> bool:
-        """Whether to run such a step here. The first of a bucket is not: a capture costs as much as ten steps."""
+    def count_and_accept(self, num_tokens: int, num_sequences: int) -> bool:
+        """Whether to run such a step here. The first of a bucket is only counted: a capture costs as much as ten."""
         if num_tokens > self._token_buckets[-1]:
             return False
         bucket = self._bucket(num_tokens, num_sequences)
@@ -162,31 +162,33 @@ class GraphedMixed:
     def _padded(self, bucket: Bucket, arrays: StepArrays | None, num_decodes: int, token_indices: Ints) -> Ints:
         """The inputs of a step, `arrays`' and padding: tokens that no sequence owns and nobody stores, and sequences
         without tokens. An id of -1 is the newest of its row."""
-        per_token = np.zeros((3, bucket.tokens), np.int64)
+        per_token = np.zeros((3, bucket.tokens), np.int64)  # id, position, slot
+        # Three for every sequence: row, where its tokens end, context length; three for each that samples: row, place
+        # of its last token, index of its next output token.
         per_sequence = np.zeros((6, bucket.sequences), np.int64)
         per_token[2] = -1
         per_sequence[[0, 3]] = self._rows.padding_row
         if arrays is not None:
-            tokens, count, samples = len(arrays.input_ids), len(arrays.rows), len(arrays.sample_rows)
+            tokens, sequences, sampling = len(arrays.input_ids), len(arrays.rows), len(arrays.sample_rows)
             per_token[:, :tokens] = arrays.input_ids, arrays.positions, arrays.slot_mapping
             per_token[0, :num_decodes] = -1
-            per_sequence[1] = tokens  # where each sequence ends
-            per_sequence[:3, :count] = arrays.rows, arrays.cu_seqlens_q[1:], arrays.context_lens
-            per_sequence[3:, :samples] = arrays.sample_rows, arrays.sample_at, token_indices
+            per_sequence[1] = tokens  # those of padding are none, behind the last one
+            per_sequence[:3, :sequences] = arrays.rows, arrays.cu_seqlens_q[1:], arrays.context_lens
+            per_sequence[3:, :sampling] = arrays.sample_rows, arrays.sample_at, token_indices
         return np.concatenate([per_token.ravel(), per_sequence.ravel()])
 
     def _step(self, bucket: Bucket) -> Tensor:
         state, split = self._rows, 3 * bucket.tokens
         input_ids, positions, slots = self._inputs[:split].view(3, -1)
         per_sequence = self._inputs[split : split + 6 * bucket.sequences].view(6, -1)
-        rows, ends, lengths, sample_rows, sample_at, token_indices = per_sequence
-        first = min(bucket)
-        newest = torch.where(input_ids[:first] < 0, state.last_tokens[rows[:first]], input_ids[:first])
+        rows, ends, context_lens, sample_rows, sample_at, token_indices = per_sequence
+        most = min(bucket)  # decodes that there can be: they come first, each one token and one sequence
+        newest = torch.where(input_ids[:most] < 0, state.last_tokens[rows[:most]], input_ids[:most])
         batch = AttentionBatch(
             positions=positions,
             slot_mapping=slots,
             cu_seqlens_q=torch.cat((torch.zeros_like(ends[:1]), ends)).to(torch.int32),
-            context_lens=lengths.to(torch.int32),
+            context_lens=context_lens.to(torch.int32),
             block_tables=state.block_tables[rows],
             # On the host only the most that could be is known: history everywhere, a bucket's worth of queries each.
             starts=[1] * bucket.sequences,
@@ -194,7 +196,7 @@ class GraphedMixed:
             num_decodes=0,
         )
         hidden = self._model.forward(
-            torch.cat((newest, input_ids[first:])), self._attention.plan(batch), self._kv_caches, sample_at
+            torch.cat((newest, input_ids[most:])), self._attention.plan(batch), self._kv_caches, sample_at
         )
         temperatures, seeds = state.temperatures[sample_rows], state.seeds[sample_rows]
         token_ids = self._model.sample(hidden, temperatures, seeds, token_indices)

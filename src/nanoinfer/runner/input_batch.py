@@ -55,6 +55,10 @@ class SequenceRows:
         self.num_blocks[row] = num_blocks
         self.prompt_lens[row] = sequence.prompt_len
 
+    def token_indices(self, rows: Int64Array, lengths: Int64Array) -> Int64Array:
+        """Which of its output tokens each row is about to get, where `lengths` count the known tokens."""
+        return lengths - self.prompt_lens[rows]
+
     def append_tokens(self, rows: Int64Array, lengths: Int64Array, token_ids: Int64Array) -> None:
         """Write sampled tokens [S] behind the known ones; `lengths` [S] counts those."""
         self.token_ids[rows, lengths] = token_ids

@@ -16,7 +16,7 @@ from nanoinfer.kernels.heads import KVCache
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.input_batch import SequenceRows, StepArrays
 from nanoinfer.runner.sampler import Sampled, Sampler
-from nanoinfer.runner.sampling_table import RANDOM, SamplingTable
+from nanoinfer.runner.sampling_table import SamplingTable
 from nanoinfer.runner.upload import upload
 
 
@@ -97,8 +97,7 @@ class ModelRunner:
         """Execute `batch` and return what it sampled; the sampled tokens also go to their rows for the next step."""
         began = time.perf_counter()
         self._rows.update(batch)
-        for sequence in batch.new_sequences:
-            self._table.insert(sequence)
+        self._table.update(batch)
         arrays = self._rows.step_arrays(batch)
         hidden = self._forward(step_input(batch, arrays, self._device))
         if not len(hidden):
@@ -116,8 +115,8 @@ class ModelRunner:
     def _sample(self, hidden: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> Sampled:
         """Through all logits, which are cheap to have on one rank; ranks exchange them only where a rule needs them."""
         table = self._table
-        if self._model.group.size == 1 or (table.needs[rows] & ~np.uint8(RANDOM)).any():
+        if self._model.group.size == 1 or not table.is_plain(rows):
             return self._sampler.sample(self._model.logits(hidden), rows, lengths)
-        columns = (table.temperature[rows], table.seed[rows], lengths - self._rows.prompt_lens[rows])
+        columns = (table.temperature[rows], table.seed[rows], self._rows.token_indices(rows, lengths))
         temperatures, seeds, token_indices = (upload(column, self._device) for column in columns)
         return Sampled(self._model.sample(hidden, temperatures, seeds, token_indices), None)

@@ -25,7 +25,7 @@ from nanoinfer.runner.graphed_steps import GraphedDecode, GraphedMixed
 from nanoinfer.runner.input_batch import SequenceRows, StepArrays
 from nanoinfer.runner.model_runner import step_input
 from nanoinfer.runner.sampler import Sampler
-from nanoinfer.runner.sampling_table import PENALTIES, RANDOM, SamplingTable
+from nanoinfer.runner.sampling_table import PENALTIES, SamplingTable
 from nanoinfer.runner.upload import upload
 
 
@@ -126,15 +126,19 @@ class OverlappedRunner:
         """Start `batch` on the device and return at once. Steps run in the order of their launch."""
         clock = StepClock(self._device)
         self._rows.update(batch)
-        for sequence in batch.new_sequences:
-            self._table.insert(sequence)
+        self._table.update(batch)
         self._on_device.update(batch)
         if self._decode is not None and batch.num_decodes == len(batch.rows):
             return self._launch_decode(self._decode, batch, clock)
         arrays = self._rows.step_arrays(batch)
         mixed = self._mixed
-        if mixed and self._is_plain(arrays.sample_rows) and mixed.accepts(len(arrays.input_ids), len(arrays.rows)):
-            token_ids = mixed.run(arrays, batch.num_decodes, self._token_indices(arrays))
+        if (
+            mixed
+            and self._table.is_plain(arrays.sample_rows)
+            and mixed.count_and_accept(len(arrays.input_ids), len(arrays.rows))
+        ):
+            token_indices = self._rows.token_indices(arrays.sample_rows, arrays.sample_lens)
+            token_ids = mixed.run(arrays, batch.num_decodes, token_indices)
             return PendingStep(token_ids, None, clock, used_graph=True)
         return self._launch_eagerly(batch, arrays, clock)
 
@@ -143,7 +147,7 @@ class OverlappedRunner:
         # Longest first: attention's programs start in this order, and a long one that starts last runs alone.
         order = np.argsort(-positions, kind="stable")
         rows, positions = rows[order], positions[order]
-        if self._is_plain(rows):
+        if self._table.is_plain(rows):
             return PendingStep(decode.run(rows, positions, sample=True), None, clock, used_graph=True, order=order)
         logits = decode.run(rows, positions, sample=False)
         return self._sample_from_logits(logits, rows, positions + 1, clock, used_graph=True, order=order)
@@ -154,22 +158,14 @@ class OverlappedRunner:
         hidden = self._forward(batch, arrays)
         if not len(rows):
             return PendingStep(None, None, clock, used_graph=False)
-        if not self._is_plain(rows):
+        if not self._table.is_plain(rows):
             logits = self._model.logits(hidden)
             return self._sample_from_logits(logits, rows, arrays.sample_lens, clock, used_graph=False)
         index, state = upload(rows, self._device), self._on_device
-        token_indices = upload(self._token_indices(arrays), self._device)
+        token_indices = upload(self._rows.token_indices(rows, arrays.sample_lens), self._device)
         token_ids = self._model.sample(hidden, state.temperatures[index], state.seeds[index], token_indices)
         state.last_tokens.index_copy_(0, index, token_ids)
         return PendingStep(token_ids, None, clock, used_graph=False)
-
-    def _token_indices(self, arrays: StepArrays) -> NDArray[np.int64]:
-        """[S]: which of its output tokens each sampling sequence is about to get."""
-        return arrays.sample_lens - self._rows.prompt_lens[arrays.sample_rows]
-
-    def _is_plain(self, rows: NDArray[np.int64]) -> bool:
-        """Whether nothing beyond argmax and temperature is asked for, which steps do without leaving the device."""
-        return not (self._table.needs[rows] & ~np.uint8(RANDOM)).any()
 
     def _sample_from_logits(
         self,

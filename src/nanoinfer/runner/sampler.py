@@ -51,27 +51,27 @@ class Sampler:
         return upload(array, self._device)
 
     def sample(self, logits: Tensor, rows: Int64Array, lengths: Int64Array) -> Sampled:
-        """logits float32 [S, V], changed in place; rows [S]; lengths [S] counts each row's known tokens."""
+        """logits float32 [S, V], changed in place; rows [S] of the tables; lengths [S] counts their known tokens."""
         needs = self._table.needs[rows]
         if not needs.any():
             return Sampled(logits.argmax(dim=-1), None)
 
         reporting = np.flatnonzero(needs & LOGPROBS) if self._group.rank == 0 else np.empty(0, np.int64)
         raw = logits[self._tensor(reporting)] if reporting.size else None
-        self._forbid_stop_tokens(logits, needs, rows, lengths)
+        self._apply_min_tokens(logits, needs, rows, lengths)
         self._penalise(logits, needs, rows, lengths)
         token_ids = self._group.from_first(self._choose(logits, needs, rows, lengths))
         logprobs = None if raw is None else self._report(raw, reporting, rows, token_ids)
         return Sampled(token_ids, logprobs)
 
-    def _forbid_stop_tokens(
+    def _apply_min_tokens(
         self, logits: Tensor, needs: NDArray[np.uint8], rows: Int64Array, lengths: Int64Array
     ) -> None:
+        """Forbid the stop tokens of those that are too short; the others need nothing from their next step on."""
         selected = np.flatnonzero(needs & MIN_TOKENS)
-        chosen = rows[selected]
-        reached = lengths[selected] - self._rows.prompt_lens[chosen] >= self._table.min_tokens[chosen]
-        # From its next step on such a row is an ordinary one.
-        self._table.needs[chosen[reached]] &= ~np.uint8(MIN_TOKENS)
+        table_rows = rows[selected]
+        reached = self._rows.token_indices(table_rows, lengths[selected]) >= self._table.min_tokens[table_rows]
+        self._table.needs[table_rows[reached]] &= ~np.uint8(MIN_TOKENS)
         places = [(i, token) for i in selected[~reached] for token in self._table.stop_token_ids[rows[i]]]
         if places:
             at = self._tensor(np.array(places).T)
@@ -81,39 +81,39 @@ class Sampler:
         selected = np.flatnonzero(needs & PENALTIES)
         if not selected.size:
             return
-        table, chosen = self._table, rows[selected]
-        known = self._rows.token_ids[chosen, : int(lengths[selected].max())].astype(np.int64)
+        table, table_rows = self._table, rows[selected]
+        known = self._rows.token_ids[table_rows, : int(lengths[selected].max())].astype(np.int64)
         index = self._tensor(selected)
         logits[index] = reference.apply_penalties(
             logits[index],
             self._tensor(known),
-            self._tensor(self._rows.prompt_lens[chosen]),
+            self._tensor(self._rows.prompt_lens[table_rows]),
             self._tensor(lengths[selected]),
-            self._tensor(table.repetition[chosen]),
-            self._tensor(table.presence[chosen]),
-            self._tensor(table.frequency[chosen]),
+            self._tensor(table.repetition[table_rows]),
+            self._tensor(table.presence[table_rows]),
+            self._tensor(table.frequency[table_rows]),
         )
 
     def _choose(self, logits: Tensor, needs: NDArray[np.uint8], rows: Int64Array, lengths: Int64Array) -> Tensor:
         token_ids = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-        greedy = np.flatnonzero(needs & RANDOM == 0)
-        if greedy.size:
-            index = self._tensor(greedy)
-            token_ids[index] = logits[index].argmax(dim=-1)
-        for filtered in (0, FILTER):
-            selected = np.flatnonzero(needs & (RANDOM | FILTER) == RANDOM | filtered)
+        for kind in (0, RANDOM, RANDOM | FILTER):
+            selected = np.flatnonzero(needs & (RANDOM | FILTER) == kind)
+            if selected.size == len(rows):  # the usual case, which needs no copy of the logits
+                return self._draw(logits, rows, lengths, kind)
             if selected.size:
-                token_ids[self._tensor(selected)] = self._draw(
-                    logits[self._tensor(selected)], rows[selected], lengths[selected], bool(filtered)
-                )
+                index = self._tensor(selected)
+                token_ids[index] = self._draw(logits[index], rows[selected], lengths[selected], kind)
         return token_ids
 
-    def _draw(self, logits: Tensor, rows: Int64Array, lengths: Int64Array, filtered: bool) -> Tensor:
+    def _draw(self, logits: Tensor, rows: Int64Array, lengths: Int64Array, kind: int) -> Tensor:
+        """Rows that all need the same of RANDOM and FILTER."""
+        if kind == 0:
+            return logits.argmax(dim=-1)
         table = self._table
         temperatures, seeds = self._tensor(table.temperature[rows]), self._tensor(table.seed[rows])
-        token_indices = self._tensor(lengths - self._rows.prompt_lens[rows])
-        if not filtered:
-            return reference.sample(logits, temperatures, seeds, token_indices)
+        token_indices = self._tensor(self._rows.token_indices(rows, lengths))
+        if kind == RANDOM:
+            return self._kernels.sample(logits, temperatures, seeds, token_indices)
         top_k, top_p, min_p = (self._tensor(column[rows]) for column in (table.top_k, table.top_p, table.min_p))
         return self._kernels.filtered_sample(logits, temperatures, top_k, top_p, min_p, seeds, token_indices)
 

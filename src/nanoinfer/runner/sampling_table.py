@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.engine.batch import NewSequence
+from nanoinfer.engine.batch import NewSequence, ScheduledBatch
 
 # What a row asks for beyond argmax. A step does the work of a bit only for the rows that have it.
 RANDOM, FILTER, PENALTIES, MIN_TOKENS, LOGPROBS = 1, 2, 4, 8, 16
@@ -27,8 +27,16 @@ class SamplingTable:
         self.top_k, self.seed, self.min_tokens, self.logprobs = integers(), integers(), integers(), integers()
         self.stop_token_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
 
-    def insert(self, sequence: NewSequence) -> None:
-        """Fill the sequence's row."""
+    def is_plain(self, rows: NDArray[np.int64]) -> bool:
+        """Whether these rows need nothing beyond argmax and temperature, which a model's `sample` does by itself."""
+        return not (self.needs[rows] & ~np.uint8(RANDOM)).any()
+
+    def update(self, batch: ScheduledBatch) -> None:
+        """Fill the rows of the batch's new sequences."""
+        for sequence in batch.new_sequences:
+            self._insert(sequence)
+
+    def _insert(self, sequence: NewSequence) -> None:
         row, params = sequence.row, sequence.sampling
         self.temperature[row] = params.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p
