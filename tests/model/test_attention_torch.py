@@ -115,6 +115,15 @@ def test_unused_slots_may_hold_anything(kernels, work, poison):
     check(work, (4, 2), 64, 16, kernels=kernels, poison=poison)
 
 
+def test_prompts_without_history_gather_nothing():
+    """Their keys and values are at hand; buffers for them once grew to the longest prompt."""
+    heads, kv_heads, head_dim = 4, 2, 16
+    qkv, batch, caches = step([(0, 40), (0, 70)], heads, kv_heads, head_dim, 16, 0.0)
+    backend = TorchAttention(HeadLayout(heads, kv_heads, head_dim, 1.0), torch.ones(100, head_dim), EAGER)
+    backend.plan(batch).run(qkv, NO_QK_NORM, tuple(caches))
+    assert backend.scratch._buffers == {}
+
+
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 255, 256, 257, 300])
 def test_query_shorter_than_its_history(count):
     check([(320, count)], (6, 2), 64, 32)

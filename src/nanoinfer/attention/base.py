@@ -15,8 +15,9 @@ class AttentionBatch:
     """Which tokens attend to what in one step: B sequences, T tokens. Fresh for every step, never changed.
 
     The first num_decodes sequences have one query each. `starts` and `query_lens` are on the host, so that a back end
-    can plan without reading from the device: what the tensors say too, but in a step that becomes a CUDA graph only
-    the most that they may ever say, and nothing where all sequences decode.
+    can plan without reading from the device. In an eager step they are what the tensors say. In a step that becomes a
+    CUDA graph the tensors change from replay to replay, and these are bounds: some history (1) everywhere and as many
+    queries as the graph has tokens; or empty lists, where all sequences decode.
     """
 
     positions: Tensor  # int64 [T]

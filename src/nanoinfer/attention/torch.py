@@ -1,4 +1,4 @@
-"""Paged attention with torch's own operations: what runs on a CPU. `reference.paged_attention` is its slow twin."""
+"""Paged attention with torch's own operations, on any device. `reference.paged_attention` is its slow twin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ QUERY_TILE = 256
 
 
 class TorchAttention:
-    """Attention back end of the CPU; any block size. cos_sin float32 [positions, head_dim] is the rotary table."""
+    """What runs where no other back end can, and for the prompts of numba's; any block size.
+
+    cos_sin float32 [positions, head_dim] is the rotary table.
+    """
 
     name = "torch"
     reads_device_only = False
@@ -100,10 +103,12 @@ class _Chunk:
     first: int
     start: int
     count: int
-    history: _History
+    history: _History | None  # None where start is 0: all keys and values are this step's own
 
 
 class TorchPlan:
+    """Decodes in groups of like length, prefill chunks one by one."""
+
     def __init__(self, backend: TorchAttention, batch: AttentionBatch) -> None:
         self._backend = backend
         self._heads = backend.heads
@@ -127,11 +132,11 @@ class TorchPlan:
             out[:num_decodes] = self._decode(q[:num_decodes], cache)
         for chunk in self._chunks:
             tokens = slice(chunk.first, chunk.first + chunk.count)
-            if chunk.start == 0:
+            if chunk.history is None:
                 keys, values = k[tokens].transpose(0, 1)[None], v[tokens].transpose(0, 1)[None]
                 out[tokens] = self._attend(q[tokens], keys, values, is_causal=True)
             else:
-                self._prefill_after_history(chunk, q, cache, out)
+                self._prefill_after_history(chunk, chunk.history.read(cache), q, out)
         return out
 
     def _make_groups(self, cache: KVCache) -> Iterator[_DecodeGroup]:
@@ -177,9 +182,13 @@ class TorchPlan:
         batch, block_size = self._batch, cache[0].shape[1]
         firsts = accumulate(batch.query_lens, initial=0)
         for i, (first, start, count) in enumerate(zip(firsts, batch.starts, batch.query_lens, strict=False)):
-            if i >= batch.num_decodes:
+            if i < batch.num_decodes:
+                continue
+            history = None
+            if start:
                 blocks = batch.block_tables[i, : -(-(start + count) // block_size)].tolist()
-                yield _Chunk(first, start, count, _History([blocks], start + count, cache, self._backend.scratch))
+                history = _History([blocks], start + count, cache, self._backend.scratch)
+            yield _Chunk(first, start, count, history)
 
     def _decode(self, q: Tensor, cache: KVCache) -> Tensor:
         """The sequences with one query each: q [B, heads, D] -> [B, heads * D]."""
@@ -200,9 +209,9 @@ class TorchPlan:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=heads.scale)
         return out.reshape(q.shape[0], -1)
 
-    def _prefill_after_history(self, chunk: _Chunk, q: Tensor, cache: KVCache, out: Tensor) -> None:
+    def _prefill_after_history(self, chunk: _Chunk, keys_values: list[Tensor], q: Tensor, out: Tensor) -> None:
         length = chunk.start + chunk.count
-        k, v = chunk.history.read(cache)
+        k, v = keys_values
         mask = self._mask(length, q)
         for start in range(chunk.start, length, QUERY_TILE):
             stop = min(start + QUERY_TILE, length)
