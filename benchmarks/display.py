@@ -46,7 +46,7 @@ class BusyExecutor:
         end = time.thread_time() + STEP_S
         while time.thread_time() < end:  # not the wall clock: on a busy machine a step must not become lighter
             self._matrix @ self._matrix
-        return CompletedStep(StepResult([batch.step % 1000] * sum(batch.samples), None, STEP_S * 1e3))
+        return CompletedStep(StepResult([batch.step % 1000] * sum(batch.is_sampled), None, STEP_S * 1e3))
 
     def close(self) -> None: ...
 

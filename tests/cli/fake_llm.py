@@ -62,8 +62,8 @@ class ScriptedExecutor:
             prompt = bytes(token for token in new.token_ids[: new.prompt_len] if token < 256).decode(errors="replace")
             self._rows[new.row] = _Row(list(new.token_ids), list(self._reply(prompt).encode()), new.prompt_len)
         sampled = []
-        for row, samples in zip(batch.rows, batch.samples, strict=True):
-            if samples:
+        for row, is_sampled in zip(batch.rows, batch.is_sampled, strict=True):
+            if is_sampled:
                 state = self._rows[row]
                 written = len(state.tokens) - state.prompt_len
                 sampled.append(state.answer[written] if written < len(state.answer) else EOS)

@@ -104,7 +104,7 @@ class Driver:
             if not live:
                 break
             live.sort(key=lambda i: len(tokens[i]) - computed[i] != 1 or i not in entered)  # decodes first
-            new, blocks, counts, samples = [], [], [], []
+            new, blocks, query_lens, is_sampled = [], [], [], []
             for i in live:
                 needed = -(-len(tokens[i]) // self.block_size) - len(owned[i])
                 taken = [self.free.pop() for _ in range(needed)]
@@ -124,16 +124,16 @@ class Driver:
                         )
                     )
                 count = min(len(tokens[i]) - computed[i], chunk or len(tokens[i]))
-                counts.append(count)
-                samples.append(computed[i] + count == len(tokens[i]))
+                query_lens.append(count)
+                is_sampled.append(computed[i] + count == len(tokens[i]))
             batch = ScheduledBatch(
                 step=self.step,
                 new_sequences=new,
                 new_blocks=blocks,
                 rows=live,
                 starts=[computed[i] for i in live],
-                counts=counts,
-                samples=samples,
+                query_lens=query_lens,
+                is_sampled=is_sampled,
                 num_decodes=sum(i in entered and len(tokens[i]) - computed[i] == 1 for i in live),
             )
             self.step += 1
@@ -141,7 +141,7 @@ class Driver:
             entered.update(live)
             sampled = iter(result.token_ids)
             reports = iter(result.logprobs or [None] * len(result.token_ids))
-            for i, count, sample in zip(live, counts, samples, strict=True):
+            for i, count, sample in zip(live, query_lens, is_sampled, strict=True):
                 computed[i] += count
                 if sample:
                     tokens[i].append(next(sampled))

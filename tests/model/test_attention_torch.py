@@ -48,18 +48,18 @@ def step(work: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, 
             cache.flatten(0, 1)[own[:start]] = torch.randn(start, kv_heads, head_dim, generator=generator)
         positions.append(at[start:])
         slots.append(own[start:])
-    counts = torch.tensor([count for _, count in work])
+    query_lens = torch.tensor([count for _, count in work])
     batch = AttentionBatch(
         positions=torch.cat(positions),
         slot_mapping=torch.cat(slots),
-        cu_seqlens_q=torch.cat((torch.zeros(1), counts.cumsum(0))).int(),
+        cu_seqlens_q=torch.cat((torch.zeros(1), query_lens.cumsum(0))).int(),
         context_lens=torch.tensor(lengths, dtype=torch.int32),
         block_tables=tables,
         starts=[start for start, _ in work],
-        query_lens=counts.tolist(),
+        query_lens=query_lens.tolist(),
         num_decodes=next((i for i, (_, count) in enumerate(work) if count > 1), len(work)),
     )
-    qkv = torch.randn(int(counts.sum()), (heads + 2 * kv_heads) * head_dim, generator=generator)
+    qkv = torch.randn(int(query_lens.sum()), (heads + 2 * kv_heads) * head_dim, generator=generator)
     return qkv, batch, caches
 
 

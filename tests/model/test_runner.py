@@ -57,8 +57,8 @@ def new(row, token_ids, block_table, sampling=GREEDY, prompt_len=None, stop_toke
 
 def batch(work, entering=(), blocks=(), num_decodes=0):
     """A step over (row, start, count, sample) entries."""
-    rows, starts, counts, samples = (list(column) for column in zip(*work, strict=True))
-    return ScheduledBatch(0, list(entering), list(blocks), rows, starts, counts, samples, num_decodes)
+    rows, starts, query_lens, is_sampled = (list(column) for column in zip(*work, strict=True))
+    return ScheduledBatch(0, list(entering), list(blocks), rows, starts, query_lens, is_sampled, num_decodes)
 
 
 def test_chunk_reads_to_its_own_end_and_the_last_one_samples(runner, spy):

@@ -60,16 +60,16 @@ class FakeExecutor:
         for row, block in batch.new_blocks:
             self.rows[row].blocks.append(block)
         assert len(set(batch.rows)) == len(batch.rows), batch.rows
-        assert all(batch.counts[i] == 1 and batch.samples[i] for i in range(batch.num_decodes))
+        assert all(batch.query_lens[i] == 1 and batch.is_sampled[i] for i in range(batch.num_decodes))
         sampled = []
         # Writes of the whole batch come before any read, as in a real step's layer.
-        for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+        for row, start, count in zip(batch.rows, batch.starts, batch.query_lens, strict=True):
             self._write(self.rows[row], start, count)
         for i, row in enumerate(batch.rows):
-            state = self._read(self.rows[row], batch.starts[i] + batch.counts[i])
-            if batch.samples[i]:
+            state = self._read(self.rows[row], batch.starts[i] + batch.query_lens[i])
+            if batch.is_sampled[i]:
                 tokens = self.rows[row].tokens
-                assert batch.starts[i] + batch.counts[i] == len(tokens), (batch.starts[i], len(tokens))
+                assert batch.starts[i] + batch.query_lens[i] == len(tokens), (batch.starts[i], len(tokens))
                 sampled.append(next_token(state, self.vocab_size))
                 tokens.append(sampled[-1])
         return CompletedStep(StepResult(sampled, device_ms=1.0))

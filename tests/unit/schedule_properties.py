@@ -69,7 +69,7 @@ def tokens_do_not_depend_on_the_schedule(
     assert engine.scheduler.block_manager.num_active_blocks == 0
     assert engine.scheduler.block_manager._being_computed == {}
     for batch in executor.batches:
-        assert sum(batch.counts) <= options["max_num_batched_tokens"]  # type: ignore[operator]
+        assert sum(batch.query_lens) <= options["max_num_batched_tokens"]  # type: ignore[operator]
     assert len(outputs) == len(requests)
     for i, (prompt, count, _) in enumerate(requests):
         sample = outputs[str(i)].outputs[0]

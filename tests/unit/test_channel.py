@@ -49,8 +49,8 @@ def random_batch(rng: random.Random, step: int) -> ScheduledBatch:
         new_blocks=[(rng.randrange(256), rng.randrange(2**31)) for _ in range(rng.randrange(5))],
         rows=ids(sequences, 256),
         starts=ids(sequences, 131_072),
-        counts=[1] * decodes + [rng.randrange(1, 8192) for _ in range(others)],
-        samples=[True] * decodes + [rng.random() < 0.5 for _ in range(others)],
+        query_lens=[1] * decodes + [rng.randrange(1, 8192) for _ in range(others)],
+        is_sampled=[True] * decodes + [rng.random() < 0.5 for _ in range(others)],
         num_decodes=decodes,
     )
 

@@ -28,15 +28,15 @@ def new_sequence(row: int, token_ids: list[int], block_table: list[int], prompt_
 
 def batch(new: list[NewSequence], work: list[tuple[int, int, int, bool]], blocks=()) -> ScheduledBatch:
     """A step over (row, start, count, sample) entries."""
-    rows, starts, counts, samples = (list(column) for column in zip(*work, strict=True))
+    rows, starts, query_lens, is_sampled = (list(column) for column in zip(*work, strict=True))
     return ScheduledBatch(
         step=0,
         new_sequences=new,
         new_blocks=list(blocks),
         rows=rows,
         starts=starts,
-        counts=counts,
-        samples=samples,
+        query_lens=query_lens,
+        is_sampled=is_sampled,
         num_decodes=0,
     )
 
@@ -68,10 +68,10 @@ def test_step_arrays_equal_a_plain_loop(data):
     assert arrays.input_ids.tolist() == expected_ids
     assert arrays.positions.tolist() == expected_positions
     assert arrays.slot_mapping.tolist() == expected_slots
-    counts = [count for _, _, count, _ in work]
-    assert arrays.cu_seqlens_q.tolist() == [0, *np.cumsum(counts)]
+    query_lens = [count for _, _, count, _ in work]
+    assert arrays.cu_seqlens_q.tolist() == [0, *np.cumsum(query_lens)]
     assert arrays.context_lens.tolist() == [start + count for _, start, count, _ in work]
-    ends = np.cumsum(counts)
+    ends = np.cumsum(query_lens)
     assert arrays.sample_at.tolist() == [end - 1 for end, w in zip(ends, work, strict=True) if w[3]]
     assert arrays.sample_rows.tolist() == [w[0] for w in work if w[3]]
     for i, (_, start, count, _) in enumerate(work):

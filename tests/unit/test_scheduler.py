@@ -20,7 +20,7 @@ from nanoinfer.errors import ConfigError, RequestError
 
 def shape(batch: ScheduledBatch) -> tuple[int, list[int]]:
     """(decodes, prefill chunk sizes) of a step."""
-    return batch.num_decodes, batch.counts[batch.num_decodes :]
+    return batch.num_decodes, batch.query_lens[batch.num_decodes :]
 
 
 def test_mixed_steps_give_running_sequences_their_token_while_prompts_keep_arriving() -> None:
@@ -58,9 +58,9 @@ def test_max_prefill_chunk_bounds_a_chunk_apart_from_the_budget(chunk: int | Non
     prompt = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5]
     engine.add_request("a", prompt, greedy(3))
     assert run(engine)["a"].outputs[0].token_ids == expected_tokens(prompt, 3, VOCAB)
-    assert max(executor.batches[0].counts) == (chunk or 10)
+    assert max(executor.batches[0].query_lens) == (chunk or 10)
     # Nothing may be sampled before the prompt is complete.
-    sampled = [any(batch.samples) for batch in executor.batches]
+    sampled = [any(batch.is_sampled) for batch in executor.batches]
     assert sampled == sorted(sampled)
 
 

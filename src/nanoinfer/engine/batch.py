@@ -30,9 +30,9 @@ class NewSequence:
 class ScheduledBatch:
     """One step. The parallel lists describe its sequences, those that decode one token first, then prefill chunks.
 
-    Sequence i computes the tokens at positions starts[i] .. starts[i] + counts[i] - 1 of its row; their keys and
-    values go to the row's blocks; attention reads positions 0 .. starts[i] + counts[i] - 1. Where samples[i] is
-    false the chunk ends before the last known token and nothing may be sampled.
+    Sequence i computes the tokens at positions starts[i] .. starts[i] + query_lens[i] - 1 of its row; their keys and
+    values go to the row's blocks; attention reads positions 0 .. starts[i] + query_lens[i] - 1. Where is_sampled[i] is
+    false the chunk ends before the last known token, and the sequence gets no new one.
     """
 
     step: int
@@ -40,9 +40,9 @@ class ScheduledBatch:
     new_blocks: list[tuple[int, int]]  # (row, block id), appended to the row's table before the step runs
     rows: list[int]
     starts: list[int]
-    counts: list[int]
-    samples: list[bool]
-    num_decodes: int  # how many leading sequences have counts == 1 and samples == True
+    query_lens: list[int]
+    is_sampled: list[bool]
+    num_decodes: int  # how many leading sequences compute one token and are sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled: one token id for each sequence with samples[i], in the batch's order."""
+    """What a step sampled: one token id for each sequence with is_sampled[i], in the batch's order."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None  # parallel to token_ids; None when no sequence asked

@@ -52,7 +52,7 @@ def step_event(
 
 def _prefill_pairs(step: ScheduledStep) -> int:
     """Each token of a chunk attends to all before it and to itself."""
-    chunks = zip(step.starts[step.num_decodes :], step.counts[step.num_decodes :], strict=True)
+    chunks = zip(step.starts[step.num_decodes :], step.query_lens[step.num_decodes :], strict=True)
     return sum(count * start + count * (count + 1) // 2 for start, count in chunks)
 
 

@@ -27,8 +27,8 @@ class ScheduledStep:
     sequences: list[Sequence] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    query_lens: list[int] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
     new_sequences: list[NewSequence] = field(default_factory=list)
     new_blocks: list[tuple[int, int]] = field(default_factory=list)
     num_decodes: int = 0
@@ -49,8 +49,8 @@ class ScheduledStep:
             new_blocks=self.new_blocks,
             rows=self.rows,
             starts=self.starts,
-            counts=self.counts,
-            samples=self.samples,
+            query_lens=self.query_lens,
+            is_sampled=self.is_sampled,
             num_decodes=self.num_decodes,
         )
 
@@ -129,8 +129,8 @@ class Scheduler:
             seq.num_tokens += 1
             i += 1
         step.num_decodes = len(step.sequences)
-        step.counts.extend([1] * step.num_decodes)
-        step.samples.extend([True] * step.num_decodes)
+        step.query_lens.extend([1] * step.num_decodes)
+        step.is_sampled.extend([True] * step.num_decodes)
 
     def _make_room(self, seq: Sequence, step: ScheduledStep) -> bool:
         """Free a block for `seq` by preempting the newest running sequences; False if `seq` cannot have one."""
@@ -233,8 +233,8 @@ class Scheduler:
         step.sequences.append(seq)
         step.rows.append(seq.row)
         step.starts.append(seq.num_computed_tokens)
-        step.counts.append(count)
-        step.samples.append(completes)
+        step.query_lens.append(count)
+        step.is_sampled.append(completes)
         seq.num_computed_tokens += count
         seq.num_tokens += completes
         step.prefill_tokens += count
@@ -253,13 +253,13 @@ class Scheduler:
         grown = []
         for i, seq in enumerate(step.sequences):
             token_id = logprobs = None
-            if step.samples[i]:
+            if step.is_sampled[i]:
                 token_id = result.token_ids[num_sampled]
                 logprobs = result.logprobs[num_sampled] if result.logprobs else None
                 num_sampled += 1
             if seq.status is SequenceStatus.FINISHED:
                 continue
-            end = step.starts[i] + step.counts[i]
+            end = step.starts[i] + step.query_lens[i]
             # A preempted sequence has lost its blocks, but a token sampled before that is as good as any.
             if end // block_size > seq.num_published_blocks and seq.status is SequenceStatus.RUNNING:
                 self.block_manager.publish(seq, end)

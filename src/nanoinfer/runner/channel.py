@@ -19,7 +19,7 @@ from nanoinfer.engine.batch import NewSequence, ScheduledBatch
 STEP, REPORT, STOP = 1, 2, 3
 
 _FRAME = struct.Struct("=BI")  # kind, bytes that follow
-_BATCH = struct.Struct("=qIIIII")  # step; how many new sequences, new blocks, sequences, decodes, tokens in `counts`
+_BATCH = struct.Struct("=qIIIII")  # step; how many new sequences, new blocks, sequences, decodes, others
 # row, prompt_len, seed, how many tokens, blocks, stop ids; then the sampling parameters in the order of _SAMPLING
 _SEQUENCE = struct.Struct("=IIqIII" + "6d" + "3q")
 _SAMPLING_REALS = (
@@ -86,8 +86,8 @@ def encode_batch(batch: ScheduledBatch) -> bytes:
         blocks.tobytes(),
         array("i", batch.rows).tobytes(),
         array("i", batch.starts).tobytes(),
-        array("i", batch.counts[others:]).tobytes(),
-        bytes(batch.samples[others:]),
+        array("i", batch.query_lens[others:]).tobytes(),
+        bytes(batch.is_sampled[others:]),
     ]
     for sequence in batch.new_sequences:
         parts += _encode_sequence(sequence)
@@ -117,8 +117,8 @@ def decode_batch(payload: bytes) -> ScheduledBatch:
     step, num_new, num_blocks, num_rows, num_decodes, num_others = reader.unpack(_BATCH)
     blocks = reader.integers(2 * num_blocks)
     rows, starts = reader.integers(num_rows), reader.integers(num_rows)
-    counts = [1] * num_decodes + reader.integers(num_others)
-    samples = [True] * num_decodes + [bool(flag) for flag in reader.take(num_others)]
+    query_lens = [1] * num_decodes + reader.integers(num_others)
+    is_sampled = [True] * num_decodes + [bool(flag) for flag in reader.take(num_others)]
     new_sequences = [_decode_sequence(reader) for _ in range(num_new)]
     return ScheduledBatch(
         step=step,
@@ -126,8 +126,8 @@ def decode_batch(payload: bytes) -> ScheduledBatch:
         new_blocks=list(zip(blocks[::2], blocks[1::2], strict=True)),
         rows=rows,
         starts=starts,
-        counts=counts,
-        samples=samples,
+        query_lens=query_lens,
+        is_sampled=is_sampled,
         num_decodes=num_decodes,
     )
 

@@ -67,27 +67,28 @@ class SequenceRows:
         """The inputs of `batch`, which `update` has seen. Vectorised: 256 decoding rows take about 0.1 ms."""
         rows = np.array(batch.rows, dtype=np.int64)
         starts = np.array(batch.starts, dtype=np.int64)
-        counts = np.array(batch.counts, dtype=np.int64)
-        samples = np.array(batch.samples, dtype=bool)
-        ends = starts + counts
+        query_lens = np.array(batch.query_lens, dtype=np.int64)
+        is_sampled = np.array(batch.is_sampled, dtype=bool)
+        context_lens = starts + query_lens
         cu_seqlens = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=cu_seqlens[1:])
+        np.cumsum(query_lens, out=cu_seqlens[1:])
 
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], counts)
+        token_rows = np.repeat(rows, query_lens)
+        positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], query_lens)
         # int64 throughout: slot times the bytes of a slot passes 2^31 in large pools.
         blocks = self.block_tables[token_rows, positions // self.block_size].astype(np.int64)
-        blocks_in_use = -(-int(ends.max()) // self.block_size)
-        assert (ends <= self.num_blocks[rows] * self.block_size).all(), (rows, ends, self.num_blocks[rows])
+        blocks_in_use = -(-int(context_lens.max()) // self.block_size)
+        room = self.num_blocks[rows] * self.block_size
+        assert (context_lens <= room).all(), (rows, context_lens, room)
         return StepArrays(
             rows=rows,
             input_ids=self.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
             slot_mapping=blocks * self.block_size + positions % self.block_size,
             cu_seqlens_q=cu_seqlens.astype(np.int32),
-            context_lens=ends.astype(np.int32),
+            context_lens=context_lens.astype(np.int32),
             block_tables=self.block_tables[rows, :blocks_in_use],
-            sample_at=cu_seqlens[1:][samples] - 1,
-            sample_rows=rows[samples],
-            sample_lens=ends[samples],
+            sample_at=cu_seqlens[1:][is_sampled] - 1,
+            sample_rows=rows[is_sampled],
+            sample_lens=context_lens[is_sampled],
         )

@@ -41,7 +41,7 @@ def step_input(batch: ScheduledBatch, arrays: StepArrays, device: torch.device) 
             context_lens=upload(arrays.context_lens, device),
             block_tables=upload(arrays.block_tables, device),
             starts=batch.starts,
-            query_lens=batch.counts,
+            query_lens=batch.query_lens,
             num_decodes=batch.num_decodes,
         ),
     )
