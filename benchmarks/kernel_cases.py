@@ -1,4 +1,4 @@
-"""The cases of the GPU kernel benchmarks, each for a list of launch shapes; None is the shape the kernel chooses."""
+"""The cases of the GPU kernel benchmarks, each for a list of launch configurations; None is what the kernel chooses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from nanoinfer.kernels import (
 )
 
 
-def label(shape: Any) -> str:
-    return "chosen" if shape is None else "x".join(str(int(part)) for part in shape)
+def label(config: Any) -> str:
+    return "chosen" if config is None else "x".join(str(int(part)) for part in config)
 
 
 def linear_cases(model: Model) -> dict[str, Callable[[Weights], tuple[Tensor, dict[str, Any]]]]:
@@ -47,7 +47,7 @@ def plain_linear(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def linear_chain(
-    bench: Bench, model: Model, tokens: int, kernel: Callable[..., Tensor], name: str, shapes: Iterable[Any]
+    bench: Bench, model: Model, tokens: int, kernel: Callable[..., Tensor], name: str, configs: Iterable[Any]
 ) -> None:
     """All layers' products of one kind in one graph, so that weights come from memory and launches overlap."""
     layers = make_layers(bench, model)
@@ -61,12 +61,12 @@ def linear_chain(
             calls.append((weight, options | ({"residual": residual} if "residual" in options else {})))
         expected = plain_linear(x, *calls[-1])
         megabytes = sum(weight.numel() for weight, _ in calls) * 2 / 1e6
-        for shape in shapes:
+        for config in configs:
 
-            def chain(shape: Any = shape, x: Tensor = x, calls: Any = calls) -> Tensor:
-                return [kernel(x, weight, shape=shape, **options) for weight, options in calls][-1]
+            def chain(config: Any = config, x: Tensor = x, calls: Any = calls) -> Tensor:
+                return [kernel(x, weight, config=config, **options) for weight, options in calls][-1]
 
-            key = f"{name}/{model.name}/m{tokens}/{case}/{label(shape)}"
+            key = f"{name}/{model.name}/m{tokens}/{case}/{label(config)}"
             bench.variant(key, chain, expected=expected, chain=len(calls), megabytes=megabytes)
 
 
@@ -88,8 +88,8 @@ def decode(
     batch: int,
     context: int,
     block_size: int,
-    shapes: Iterable[Any],
-    chunks: tuple[int, ...] = (128,),
+    configs: Iterable[Any],
+    min_split_tokens: tuple[int, ...] = (128,),
     prefetches: tuple[bool | None, ...] = (None,),
 ) -> None:
     """Plain and fused decode attention over several layers' caches."""
@@ -109,16 +109,16 @@ def decode(
     )
     name = f"{model.name}/b{batch}/c{context}/bs{block_size}"
     facts = {"layers": layers, "megabytes": layers * per_layer / 1e6}
-    for shape in shapes:
+    for config in configs:
 
-        def attend(shape: Any = shape) -> Tensor:
+        def attend(config: Any = config) -> Tensor:
             for k, v in data.caches:
                 out = decode_attention.decode_attention(
-                    q, k, v, data.tables, data.lengths, scale, workspace, shape=shape
+                    q, k, v, data.tables, data.lengths, scale, workspace, config=config
                 )
             return out[some]
 
-        bench.variant(f"decode/{name}/{label(shape)}", attend, expected=expected, **facts)
+        bench.variant(f"decode/{name}/{label(config)}", attend, expected=expected, **facts)
 
     heads = reference.qk_norm_rope_store(
         qkv, head_norm, head_norm, EPS, data.cos_sin, data.lengths.long() - 1, *data.caches[-1], data.slots,
@@ -127,18 +127,18 @@ def decode(
     expected = reference.paged_attention(
         heads[0][some], *data.caches[-1], data.tables[some], data.starts[: some.stop + 1], data.lengths[some], scale
     )
-    for shape, chunk, prefetch in itertools.product(shapes, chunks, prefetches):
+    for config, tokens, prefetch in itertools.product(configs, min_split_tokens, prefetches):
 
-        def fused(shape: Any = shape, chunk: int = chunk, prefetch: bool | None = prefetch) -> Tensor:
+        def fused(config: Any = config, tokens: int = tokens, prefetch: bool | None = prefetch) -> Tensor:
             for k, v in data.caches:
                 out = decode_attention.fused_decode_attention(
                     qkv, head_norm, head_norm, EPS, data.cos_sin, k, v, data.slots, data.tables, data.lengths, scale,
-                    model.heads, workspace, shape=shape, min_chunk=chunk, prefetch=prefetch,
+                    model.heads, workspace, config=config, min_split_tokens=tokens, prefetch=prefetch,
                 )  # fmt: skip
             return out[some]
 
         bench.variant(
-            f"decode-fused/{name}/{label(shape)}/chunk{chunk}/prefetch-{prefetch}",
+            f"decode-fused/{name}/{label(config)}/chunk{tokens}/prefetch-{prefetch}",
             fused,
             expected=expected,
             **facts,
@@ -150,7 +150,7 @@ def causal_tera(model: Model, lengths: list[int]) -> float:
 
 
 def prefill(
-    bench: Bench, model: Model, lengths: list[int], block_sizes: tuple[int, ...], shapes: Iterable[Any]
+    bench: Bench, model: Model, lengths: list[int], block_sizes: tuple[int, ...], configs: Iterable[Any]
 ) -> None:
     tokens, scale = sum(lengths), model.head_dim**-0.5
     rows = randn(bench, tokens, model.heads + 2 * model.kv_heads, model.head_dim)
@@ -164,12 +164,12 @@ def prefill(
     expected = reference.causal_attention(q[probe], k[begin : probe.stop], v[begin : probe.stop], scale)
     tera = causal_tera(model, lengths)
     name = f"prefill/{model.name}/{len(lengths)}x{lengths[0]}"
-    for shape in shapes:
+    for config in configs:
 
-        def direct(shape: Any = shape) -> Tensor:
-            return prefill_attention.prefill_attention(q, k, v, starts, max(lengths), scale, shape=shape)[probe]
+        def direct(config: Any = config) -> Tensor:
+            return prefill_attention.prefill_attention(q, k, v, starts, max(lengths), scale, config=config)[probe]
 
-        tflops(bench, f"{name}/direct/{label(shape)}", direct, expected, tera)
+        tflops(bench, f"{name}/direct/{label(config)}", direct, expected, tera)
     for block_size in block_sizes:
         counts = [-(-n // block_size) for n in lengths]
         order = torch.randperm(sum(counts), device=bench.device).to(torch.int32)
@@ -184,16 +184,16 @@ def prefill(
         k_cache = torch.full(shape4, float("nan"), dtype=BF16, device=bench.device)
         v_cache = torch.full(shape4, float("nan"), dtype=BF16, device=bench.device)
         reference.store_kv(k, v, k_cache, v_cache, torch.cat(slots))
-        for shape in shapes:
+        for config in configs:
 
             def paged(
-                shape: Any = shape, k_cache: Tensor = k_cache, v_cache: Tensor = v_cache, tables: Tensor = tables
+                config: Any = config, k_cache: Tensor = k_cache, v_cache: Tensor = v_cache, tables: Tensor = tables
             ) -> Tensor:
                 return prefill_attention.paged_prefill_attention(
-                    q, k_cache, v_cache, tables, starts, lengths_device, max(lengths), scale, shape=shape
+                    q, k_cache, v_cache, tables, starts, lengths_device, max(lengths), scale, config=config
                 )[probe]
 
-            tflops(bench, f"{name}/bs{block_size}/{label(shape)}", paged, expected, tera)
+            tflops(bench, f"{name}/bs{block_size}/{label(config)}", paged, expected, tera)
 
 
 def tflops(bench: Bench, key: str, fn: Callable[[], Tensor], expected: Tensor | None, tera: float) -> None:
@@ -204,7 +204,7 @@ def tflops(bench: Bench, key: str, fn: Callable[[], Tensor], expected: Tensor | 
 
 
 def chunk_behind_history(
-    bench: Bench, model: Model, batch: int, queries: int, context: int, shapes: Iterable[Any]
+    bench: Bench, model: Model, batch: int, queries: int, context: int, configs: Iterable[Any]
 ) -> None:
     """Chunks behind a longer history."""
     data = DecodeLayers(bench, model, batch, context, 16, 1)
@@ -214,14 +214,14 @@ def chunk_behind_history(
     expected = reference.paged_attention(
         q[:queries], *data.caches[0], data.tables[:1], starts[:2], data.lengths[:1], scale
     )
-    for shape in shapes:
+    for config in configs:
 
-        def chunk(shape: Any = shape) -> Tensor:
+        def chunk(config: Any = config) -> Tensor:
             return prefill_attention.paged_prefill_attention(
-                q, *data.caches[0], data.tables, starts, data.lengths, queries, scale, shape=shape
+                q, *data.caches[0], data.tables, starts, data.lengths, queries, scale, config=config
             )[:queries]
 
-        bench.variant(f"chunk/{model.name}/b{batch}/q{queries}/c{context}/{label(shape)}", chunk, expected=expected)
+        bench.variant(f"chunk/{model.name}/b{batch}/q{queries}/c{context}/{label(config)}", chunk, expected=expected)
 
 
 def vendor_attention(bench: Bench, model: Model, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Time the Triton kernels with the launch shapes they choose, beside cuBLAS, cuDNN and torch, on the GPU.
+"""Time the Triton kernels with the launch configurations they choose, beside cuBLAS, cuDNN and torch, on the GPU.
 
     python benchmarks/kernels_gpu.py [--out FILE] [--sections step,decode] [--processes 12]
 

@@ -62,9 +62,9 @@ def test_slots_beyond_two_to_the_31_elements(block_size):
     )
     assert_close(fused.view_as(expected), expected)
     for use_tma in (True, False):
-        shape = prefill_attention.PrefillShape(64, 64, 4, 3, use_tma)
+        config = prefill_attention.PrefillConfig(64, 64, 4, 3, use_tma)
         chunk = prefill_attention.paged_prefill_attention(
-            q, cache.k, cache.v, cache.tables, starts, cache.lengths, 1, SCALE, shape=shape
+            q, cache.k, cache.v, cache.tables, starts, cache.lengths, 1, SCALE, config=config
         )
         assert_close(chunk, expected)
 

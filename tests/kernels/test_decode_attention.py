@@ -17,17 +17,26 @@ def workspace(batch, heads, kv_heads, head_dim, splits, device):
     return space
 
 
-def check(lengths, heads, kv_heads, head_dim, block_size, splits, device, dtype=torch.bfloat16, chunk=None):
+def check(lengths, heads, kv_heads, head_dim, block_size, splits, device, dtype=torch.bfloat16, split_tokens=None):
     cache = paged_cache(lengths, block_size, kv_heads, head_dim, dtype=dtype, device=device)
     q = normal(len(lengths), heads, head_dim, dtype=dtype, device=device)
     scale = head_dim**-0.5
     cu_seqlens = torch.arange(len(lengths) + 1, device=device)
     expected = reference.paged_attention(q, cache.k, cache.v, cache.tables, cu_seqlens, cache.lengths, scale)
     space = workspace(len(lengths), heads, kv_heads, head_dim, splits, device)
-    shape = decode.DecodeShape(32, 4, 2, splits)
+    config = decode.DecodeConfig(32, 4, 2, splits)
     for _ in range(2):  # the second launch finds the counters that the first left
         actual = decode.decode_attention(
-            q, cache.k, cache.v, cache.tables, cache.lengths, scale, space, shape=shape, min_chunk=32, chunk=chunk
+            q,
+            cache.k,
+            cache.v,
+            cache.tables,
+            cache.lengths,
+            scale,
+            space,
+            config=config,
+            min_split_tokens=32,
+            split_tokens=split_tokens,
         )
         assert_close(actual, expected)
     assert int(space.counters.abs().sum()) == 0
@@ -50,8 +59,8 @@ def test_any_number_of_splits(splits, device):
 
 @pytest.mark.parametrize("tokens", [1, 40, 64, 1000])
 def test_any_common_length_of_splits(tokens, device):
-    chunk = torch.tensor([tokens], dtype=torch.int32, device=device)
-    check([0, 1, 33, 64, 300], 2, 1, 64, 16, 4, device, torch.float32, chunk)
+    split_tokens = torch.tensor([tokens], dtype=torch.int32, device=device)
+    check([0, 1, 33, 64, 300], 2, 1, 64, 16, 4, device, torch.float32, split_tokens)
 
 
 def test_long_sequences_are_split_where_the_batch_does_not_fill_the_cores(monkeypatch):
@@ -59,9 +68,9 @@ def test_long_sequences_are_split_where_the_batch_does_not_fill_the_cores(monkey
     device = torch.device("cpu")
 
     def parts(lengths):
-        chunk = decode_splits.split_tokens(torch.tensor(lengths, dtype=torch.int32), 8)
+        split_tokens = decode_splits.split_tokens(torch.tensor(lengths, dtype=torch.int32), 8)
         most = decode_splits.num_splits(len(lengths), 8, device)
-        return [most if chunk is None else min(-(-n // int(chunk)), most) for n in lengths]
+        return [most if split_tokens is None else min(-(-n // int(split_tokens)), most) for n in lengths]
 
     assert parts([1000]) == [32]
     assert parts([1000] * 8) == [8] * 8
@@ -113,8 +122,8 @@ def test_fused_form_equals_store_then_attend(heads, kv_heads, head_dim, splits, 
     )
     actual = decode.fused_decode_attention(
         qkv, *weights, 1e-6, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, scale, heads,
-        workspace(batch, heads, kv_heads, head_dim, splits, device), shape=decode.DecodeShape(32, 4, 2, splits),
-        min_chunk=32,
+        workspace(batch, heads, kv_heads, head_dim, splits, device), config=decode.DecodeConfig(32, 4, 2, splits),
+        min_split_tokens=32,
     )  # fmt: skip
     assert_close(actual[:real], expected)
     assert int(actual[real:].count_nonzero()) == 0, "padding gives zeros"

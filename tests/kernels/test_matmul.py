@@ -26,11 +26,11 @@ def expected(x, weight, norm_weight=None, bias=None, residual=None, swiglu=False
 
 
 def gemv_in_tiles(*args, **kwargs):
-    return gemv.gemv(*args, shape=gemv.GemvShape(8, 4), **kwargs)
+    return gemv.gemv(*args, config=gemv.GemvConfig(8, 4), **kwargs)
 
 
 def skinny_in_tiles(*args, **kwargs):
-    return skinny_matmul.skinny_matmul(*args, shape=skinny_matmul.SkinnyShape(16, 2, 32), **kwargs)
+    return skinny_matmul.skinny_matmul(*args, config=skinny_matmul.SkinnyConfig(16, 2, 32), **kwargs)
 
 
 @pytest.mark.parametrize(

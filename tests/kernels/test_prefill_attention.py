@@ -14,28 +14,28 @@ def cumulative(counts, device):
     return torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
 
 
-def check_direct(counts, heads, kv_heads, head_dim, shape, device, dtype=torch.bfloat16):
+def check_direct(counts, heads, kv_heads, head_dim, config, device, dtype=torch.bfloat16):
     tokens = sum(counts)
     rows = normal(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device=device)
     q, k, v = rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
     starts, scale = cumulative(counts, device), head_dim**-0.5
-    actual = prefill.prefill_attention(q, k, v, starts, max(counts), scale, shape=shape)
+    actual = prefill.prefill_attention(q, k, v, starts, max(counts), scale, config=config)
     assert_close(actual, reference.varlen_attention(q, k, v, starts, scale))
 
 
-def check_paged(counts, lengths, heads, kv_heads, head_dim, block_size, shape, device, dtype=torch.bfloat16):
+def check_paged(counts, lengths, heads, kv_heads, head_dim, block_size, config, device, dtype=torch.bfloat16):
     cache = paged_cache(lengths, block_size, kv_heads, head_dim, dtype=dtype, device=device)
     q = normal(sum(counts), heads, head_dim, dtype=dtype, device=device)
     starts, scale = cumulative(counts, device), head_dim**-0.5
     arguments = (q, cache.k, cache.v, cache.tables, starts, cache.lengths)
-    actual = prefill.paged_prefill_attention(*arguments, max(counts), scale, shape=shape)
+    actual = prefill.paged_prefill_attention(*arguments, max(counts), scale, config=config)
     assert_close(actual, reference.paged_attention(*arguments, scale))
 
 
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (80, 2), (96, 3), (128, 7), (64, 8)])
 def test_direct_head_dims_and_group_sizes(head_dim, group, tma, device):
-    check_direct([1, 70, 33], 2 * group, 2, head_dim, prefill.PrefillShape(64, 32, 4, 2, tma), device)
+    check_direct([1, 70, 33], 2 * group, 2, head_dim, prefill.PrefillConfig(64, 32, 4, 2, tma), device)
 
 
 @pytest.mark.parametrize("max_rows", [1, 64, 200])
@@ -46,13 +46,13 @@ def test_the_shape_that_is_chosen_by_itself(max_rows, device):
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("block_size", [16, 32, 48, 256])
 def test_a_chunk_shorter_than_its_history(block_size, tma, device):
-    shape = prefill.PrefillShape(32, 32, 4, 2, tma)
-    check_paged([5, 1, 40, 17], [100, 65, 40, 32], 4, 2, 64, block_size, shape, device)
+    config = prefill.PrefillConfig(32, 32, 4, 2, tma)
+    check_paged([5, 1, 40, 17], [100, 65, 40, 32], 4, 2, 64, block_size, config, device)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(80, 3), (96, 7), (128, 2)])
 def test_paged_head_dims_and_group_sizes(head_dim, group, device):
-    check_paged([20, 3], [90, 64], 2 * group, 2, head_dim, 16, prefill.PrefillShape(32, 32, 4, 2), device)
+    check_paged([20, 3], [90, 64], 2 * group, 2, head_dim, 16, prefill.PrefillConfig(32, 32, 4, 2), device)
 
 
 def test_empty_sequences_between_others(device):

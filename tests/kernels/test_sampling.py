@@ -15,8 +15,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(sampling, "CHUNK", 256)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(sampling, "PART", 256)
     monkeypatch.setattr(sampling, "CANDIDATES", 4)
     monkeypatch.setattr(keep_bounds, "BLOCK", 256)
 

@@ -12,7 +12,7 @@ from nanoinfer import LLM, ConfigError, SamplingParams
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.heads import NO_QK_NORM, HeadLayout, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import EAGER
-from nanoinfer.kernels.numba_set import FEW_TOKENS, NumbaKernels
+from nanoinfer.kernels.numba_set import NUMBA_MOST_TOKENS, NumbaKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 # out x in: whole tiles and shares, rests of each, a prime, one row
@@ -64,7 +64,7 @@ def test_products_are_the_plain_ones_of_the_widened_weights(num_tokens, has_bias
                 actual = getattr(kernels, name)(x, norm_weight, 1e-6, weight, bias)
                 expected = getattr(EAGER, name)(x, wide[0], 1e-6, *wide[1:])
             # Beyond the limit torch multiplies, in bfloat16 where this machine can.
-            is_ours = num_tokens <= FEW_TOKENS[dtype]
+            is_ours = num_tokens <= NUMBA_MOST_TOKENS[dtype]
             tolerance = TIGHT if is_ours or dtype == torch.float32 else {"rtol": 2**-5, "atol": 2**-4}
             assert actual.dtype == torch.float32 or not is_ours
             torch.testing.assert_close(actual.float(), expected, **tolerance, msg=lambda m, name=name: f"{name}: {m}")

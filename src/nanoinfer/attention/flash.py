@@ -54,8 +54,8 @@ class _Plan:
         self._has_prefills = len(batch.query_lens) > first
         if self._has_prefills:
             lengths = batch.context_lens[first:]
-            self._prefill_starts = batch.cu_seqlens_q[first:] - first
-            self._key_starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)))
+            self._cu_seqlens_q = batch.cu_seqlens_q[first:] - first
+            self._cu_seqlens_k = torch.cat((lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)))
             self._max_queries = max(batch.query_lens[first:])
             self._has_history = any(batch.starts[first:])
 
@@ -96,8 +96,8 @@ class _Plan:
             q,
             k,
             v,
-            self._prefill_starts,
-            self._key_starts,
+            self._cu_seqlens_q,
+            self._cu_seqlens_k,
             self._max_queries,
             max_keys,
             softmax_scale=self._backend.heads.scale,

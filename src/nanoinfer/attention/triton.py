@@ -37,18 +37,18 @@ class _Plan:
         self._batch = batch
         first = batch.num_decodes
         if first:
-            self._chunk = split_tokens(batch.context_lens[:first], backend.heads.num_kv_heads)
-        self._num_prefills = len(batch.query_lens) - first if batch.query_lens else 0
-        if self._num_prefills:
+            self._split_tokens = split_tokens(batch.context_lens[:first], backend.heads.num_kv_heads)
+        self._has_prefills = len(batch.query_lens) > first
+        if self._has_prefills:
             # Cumulative lengths counted from the first prefill token.
-            self._prefill_starts = batch.cu_seqlens_q[first:] - first
+            self._cu_seqlens_q = batch.cu_seqlens_q[first:] - first
             self._prefill_slots = batch.token_slots(first)
             self._max_queries = max(batch.query_lens[first:])
             self._has_history = any(batch.starts[first:])
 
     def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         decodes = self._batch.num_decodes
-        if not self._num_prefills:
+        if not self._has_prefills:
             return self._decode(qkv, qk_norm, cache).flatten(1)
         if not decodes:
             return self._prefill(qkv, qk_norm, cache).flatten(1)
@@ -61,15 +61,15 @@ class _Plan:
         return fused_decode_attention(
             qkv, qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps, backend.cos_sin, *cache, batch.slot_mapping[:count],
             batch.block_tables[:count], batch.context_lens[:count], backend.heads.scale, backend.heads.num_heads,
-            backend.workspace, chunk=self._chunk,
+            backend.workspace, split_tokens=self._split_tokens,
         )  # fmt: skip
 
     def _prefill(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         backend, batch, heads, first = self._backend, self._batch, self._backend.heads, self._batch.num_decodes
         q, k, v = backend.kernels.qk_norm_rope_store(qkv, heads, qk_norm, backend.cos_sin, self._prefill_slots, cache)
         if not self._has_history:
-            return prefill_attention(q, k, v, self._prefill_starts, self._max_queries, heads.scale)
+            return prefill_attention(q, k, v, self._cu_seqlens_q, self._max_queries, heads.scale)
         return paged_prefill_attention(
-            q, *cache, batch.block_tables[first:], self._prefill_starts, batch.context_lens[first:],
+            q, *cache, batch.block_tables[first:], self._cu_seqlens_q, batch.context_lens[first:],
             self._max_queries, heads.scale,
         )  # fmt: skip

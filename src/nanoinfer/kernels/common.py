@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634  # kernels exponentiate to base 2
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -34,7 +35,7 @@ def pdl_options(x: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a @ b in float32."""
+    """acc + a @ b in float32; operands of three dimensions are multiplied part by part of the first."""
     if INTERPRETED:  # the interpreter multiplies bfloat16 operands as if they were integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)

@@ -43,11 +43,11 @@ class CompiledKernels(KernelSet):
         return product
 
     def qk_norm_rope_store(
-        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, slots: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._qk_norm_rope(
-            qkv, norm.q_weight, norm.k_weight, norm.eps, cos_sin, step.positions, *heads.counts
+            qkv, norm.q_weight, norm.k_weight, norm.eps, cos_sin, slots.positions, *heads.counts
         )
         # How many slots are real is known to the device alone, which a compiled graph cannot ask.
-        reference.store_kv(k, v, *cache, step.slot_mapping)
+        reference.store_kv(k, v, *cache, slots.slot_mapping)
         return q, k, v

@@ -43,7 +43,7 @@ class CpuKernels(KernelSet):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._is_native = has_native_product(dtype)
-        self._num_blocks = 2 * torch.get_num_threads()
+        self._num_row_blocks = 2 * torch.get_num_threads()
         self._eps: dict[float, Tensor] = {}
         self._rotated: Tensor | None = None
         self._cos = self._signed_sin = torch.empty(0)
@@ -62,7 +62,7 @@ class CpuKernels(KernelSet):
         return _to(residual + self._product(x, weight, bias), residual.dtype)
 
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As in the base class; of float32 x the product keeps the dtype in which it is computed."""
+        """As in the base class; where x is float32 the result stays in the dtype of the product."""
         product = self._product(self.rms_norm(x, norm_weight, eps), weight, bias)
         return product if x.dtype == torch.float32 else _to(product, x.dtype)
 
@@ -76,7 +76,7 @@ class CpuKernels(KernelSet):
         return self._linear_widened(_to(x, torch.float32), weight, bias)
 
     def _linear_float32(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        num_tokens, num_blocks = x.shape[0], self._num_blocks
+        num_tokens, num_blocks = x.shape[0], self._num_row_blocks
         if num_tokens > FEW_TOKENS:
             return _onednn_linear(x, weight, bias)
         out_features, in_features = weight.shape
@@ -91,8 +91,8 @@ class CpuKernels(KernelSet):
 
     def _linear_widened(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out_features, in_features = weight.shape
-        rows_at_once = max(self._num_blocks, self._widened.numel() // in_features)
-        rows_at_once -= rows_at_once % self._num_blocks
+        rows_at_once = max(self._num_row_blocks, self._widened.numel() // in_features)
+        rows_at_once -= rows_at_once % self._num_row_blocks
         if rows_at_once * in_features > self._widened.numel():
             self._widened = torch.empty(rows_at_once * in_features)
         out = torch.empty(x.shape[0], out_features)
@@ -118,7 +118,7 @@ class CpuKernels(KernelSet):
         return _to(F.silu(gate).mul_(up), gate_up.dtype)
 
     def qk_norm_rope_store(
-        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, slots: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base class, in the cache's dtype. Every slot is written: steps on a CPU have no padding."""
         num_heads, num_kv_heads, head_dim = heads.counts
@@ -127,11 +127,11 @@ class CpuKernels(KernelSet):
         if norm.q_weight is not None and norm.k_weight is not None:
             q = self.rms_norm(qk[:, :num_heads], norm.q_weight, norm.eps)
             qk = torch.cat((q, self.rms_norm(qk[:, num_heads:], norm.k_weight, norm.eps)), dim=1)
-        qk = _to(self._rotate(qk, cos_sin, step.positions), k_cache.dtype)
+        qk = _to(self._rotate(qk, cos_sin, slots.positions), k_cache.dtype)
         q, k = qk.split_with_sizes((num_heads, num_kv_heads), dim=1)
         v = _to(v, v_cache.dtype)
-        k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, step.slot_mapping, k)
-        v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, step.slot_mapping, v)
+        k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots.slot_mapping, k)
+        v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots.slot_mapping, v)
         return q, k, v
 
     def _rotate(self, x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:

@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import INTERPRETED, dot, enter, pdl_options, wait_for_inputs
-from nanoinfer.kernels.decode_splits import MIN_CHUNK, DecodeShape, DecodeWorkspace, default_shape, is_small
+from nanoinfer.kernels.common import INTERPRETED, LOG2_E, dot, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.decode_splits import MIN_SPLIT_TOKENS, DecodeConfig, DecodeWorkspace, default_config, is_small
 from nanoinfer.kernels.rope import load_rotation, load_with_partner, norm_and_rotate
 
 COMBINE = 8  # splits combined at a time
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -130,7 +129,7 @@ def _decode_kernel(
     partial_ptr,  # [B, H, splits, D] float32
     stats_ptr,  # [B, H, splits, 2] float32
     counters_ptr,  # [B, KV] int32, zero between launches
-    chunk_ptr,  # CHUNKED: [1] tokens that a split should have
+    split_tokens_ptr,  # EQUAL_SPLITS: [1] tokens that a split should have
     eps,
     scale,  # of the scores, times log2(e)
     table_stride,
@@ -141,13 +140,13 @@ def _decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
+    MIN_SPLIT_TOKENS: tl.constexpr,
     COMBINE: tl.constexpr,
     COMBINE_G: tl.constexpr,
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
     PREFETCH: tl.constexpr,
-    CHUNKED: tl.constexpr,
+    EQUAL_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     enter(PDL)
@@ -161,12 +160,12 @@ def _decode_kernel(
     if FUSED:
         slot = tl.load(slots_ptr + sequence).to(tl.int64)
         length = tl.where(slot < 0, 0, length)
-    if CHUNKED:  # as many splits as the common chunk gives, of equal size
-        splits_used = tl.minimum(tl.maximum(tl.cdiv(length, tl.load(chunk_ptr)), 1), splits)
+    if EQUAL_SPLITS:  # as many splits as the common length gives, of equal size
+        splits_used = tl.minimum(tl.maximum(tl.cdiv(length, tl.load(split_tokens_ptr)), 1), splits)
     else:
         splits_used = splits
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, splits_used), BLOCK_T) * BLOCK_T, MIN_CHUNK)
-    active = tl.maximum(tl.cdiv(length, chunk), 1)  # a padding row of length 0 still writes its zeros
+    split_tokens = tl.maximum(tl.cdiv(tl.cdiv(length, splits_used), BLOCK_T) * BLOCK_T, MIN_SPLIT_TOKENS)
+    active = tl.maximum(tl.cdiv(length, split_tokens), 1)  # a padding row of length 0 still writes its zeros
     if split < active:
         group = tl.arange(0, BLOCK_G)
         lane = tl.arange(0, BLOCK_D)
@@ -176,8 +175,8 @@ def _decode_kernel(
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         element = k_cache_ptr.dtype.element_ty
-        begin = split * chunk
-        end = tl.minimum(begin + chunk, length)
+        begin = split * split_tokens
+        end = tl.minimum(begin + split_tokens, length)
         table_ptr = tables_ptr + sequence * table_stride
 
         head = kv_head * G + group
@@ -256,23 +255,25 @@ def _decode_kernel(
 
 def _launch(
     q: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin: Tensor | None,
-    slot_mapping: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
+    *,
     scale: float,
     num_heads: int,
     workspace: DecodeWorkspace,
-    shape: DecodeShape | None,
-    min_chunk: int,
-    chunk: Tensor | None,
+    config: DecodeConfig | None,
+    min_split_tokens: int,
+    split_tokens: Tensor | None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    cos_sin: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
     prefetch: bool | None = False,
 ) -> Tensor:
+    """The fused form where there is a cos_sin: q is then the whole qkv."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     batch, group = q.shape[0], num_heads // num_kv_heads
     assert q.is_contiguous()
@@ -283,13 +284,13 @@ def _launch(
     out = torch.empty(batch, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if batch == 0:
         return out
-    shape = shape or default_shape(batch, num_kv_heads, q.device)
-    assert workspace.partial.numel() >= batch * num_heads * shape.splits * head_dim, (workspace.partial.shape, shape)
+    config = config or default_config(batch, num_kv_heads, q.device)
+    assert workspace.partial.numel() >= batch * num_heads * config.splits * head_dim, (workspace.partial.shape, config)
     assert workspace.counters.numel() >= batch * num_kv_heads
     fused = cos_sin is not None
-    if prefetch is None:  # it pays where latency decides
+    if prefetch is None:  # where latency decides
         prefetch = is_small(batch, num_kv_heads, q.device)
-    _decode_kernel[(num_kv_heads, shape.splits, batch)](
+    _decode_kernel[(num_kv_heads, config.splits, batch)](
         q,
         q_weight,
         k_weight,
@@ -303,7 +304,7 @@ def _launch(
         workspace.partial,
         workspace.stats,
         workspace.counters,
-        chunk,
+        split_tokens,
         eps,
         scale * LOG2_E,
         block_tables.stride(0),
@@ -313,16 +314,16 @@ def _launch(
         BLOCK_SIZE=block_size,
         BLOCK_G=max(16, triton.next_power_of_2(group)),  # 16: the smallest tensor-core tile
         BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_T=shape.block_tokens,
-        MIN_CHUNK=max(min_chunk, shape.block_tokens),
+        BLOCK_T=config.block_tokens,
+        MIN_SPLIT_TOKENS=max(min_split_tokens, config.block_tokens),
         COMBINE=COMBINE,
         COMBINE_G=triton.next_power_of_2(group),
         FUSED=fused,
         NORM=q_weight is not None,
         PREFETCH=prefetch and fused and not INTERPRETED.value,
-        CHUNKED=chunk is not None,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        EQUAL_SPLITS=split_tokens is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         **pdl_options(q),
     )
     return out
@@ -337,18 +338,29 @@ def decode_attention(
     scale: float,
     workspace: DecodeWorkspace,
     *,
-    shape: DecodeShape | None = None,
-    min_chunk: int = MIN_CHUNK,
-    chunk: Tensor | None = None,
+    config: DecodeConfig | None = None,
+    min_split_tokens: int = MIN_SPLIT_TOKENS,
+    split_tokens: Tensor | None = None,
 ) -> Tensor:
     """q [B, heads, D], one token per sequence -> like q. The KV of all context_lens [B] tokens is in the cache.
 
-    block_tables int [B, max_blocks]. A row of length 0 (padding) gives zeros. chunk is that of `split_tokens`.
+    The unfused form: engines run the fused one, of which this is the part that tests and benchmarks look at alone.
+    block_tables int [B, max_blocks]. A row of length 0 (padding) gives zeros. `config` and `min_split_tokens` are for
+    tests and tuning; split_tokens is what `decode_splits.split_tokens` says.
     """
     return _launch(
-        q, None, None, 0.0, None, None, k_cache, v_cache, block_tables, context_lens, scale, q.shape[1], workspace,
-        shape, min_chunk, chunk,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        scale=scale,
+        num_heads=q.shape[1],
+        workspace=workspace,
+        config=config,
+        min_split_tokens=min_split_tokens,
+        split_tokens=split_tokens,
+    )
 
 
 def fused_decode_attention(
@@ -367,16 +379,31 @@ def fused_decode_attention(
     workspace: DecodeWorkspace,
     *,
     prefetch: bool | None = None,
-    shape: DecodeShape | None = None,
-    min_chunk: int = MIN_CHUNK,
-    chunk: Tensor | None = None,
+    config: DecodeConfig | None = None,
+    min_split_tokens: int = MIN_SPLIT_TOKENS,
+    split_tokens: Tensor | None = None,
 ) -> Tensor:
     """QK-norm (if weights [D] are given), rotation at context_lens - 1, KV write and attention, all for one token each.
 
     qkv [B, (heads + 2 kv_heads) * D] -> [B, heads, D]. context_lens [B] counts this token. A row with slot -1 or length
-    0 is padding: it stores nothing and gives zeros.
+    0 is padding: it stores nothing and gives zeros. prefetch None: where that pays. The rest as in `decode_attention`.
     """
     return _launch(
-        qkv, q_weight, k_weight, eps, cos_sin, slot_mapping, k_cache, v_cache, block_tables, context_lens, scale,
-        num_heads, workspace, shape, min_chunk, chunk, prefetch,
-    )  # fmt: skip
+        qkv,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        scale=scale,
+        num_heads=num_heads,
+        workspace=workspace,
+        config=config,
+        min_split_tokens=min_split_tokens,
+        split_tokens=split_tokens,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+        cos_sin=cos_sin,
+        slot_mapping=slot_mapping,
+        prefetch=prefetch,
+    )

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MIN_CHUNK = 128  # tokens of a split at the least: below this, combining costs more than it saves
+MIN_SPLIT_TOKENS = 128  # tokens of a split at the least: below this, combining costs more than it saves
 
 
-class DecodeShape(NamedTuple):
+class DecodeConfig(NamedTuple):
     block_tokens: int
     num_warps: int
     num_stages: int
@@ -52,7 +52,7 @@ def split_tokens(context_lens: Tensor, num_kv_heads: int) -> Tensor | None:
     tokens = context_lens.sum(dtype=torch.float32)
     places = 4 * _num_cores(device) / num_kv_heads - batch / 2
     per_split = 1.25 / batch if places <= 0 else min(1 / places, 1.25 / batch)
-    return (tokens * per_split).clamp_(min=MIN_CHUNK).to(torch.int32).view(1)
+    return (tokens * per_split).clamp_(min=MIN_SPLIT_TOKENS).to(torch.int32).view(1)
 
 
 def is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
@@ -60,10 +60,10 @@ def is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
     return 2 * batch * num_kv_heads < _num_cores(device)
 
 
-def default_shape(batch: int, num_kv_heads: int, device: torch.device) -> DecodeShape:
+def default_config(batch: int, num_kv_heads: int, device: torch.device) -> DecodeConfig:
     """Measured on an H200: the second is best from 8 sequences of 8 KV heads on, up to 256 of them."""
     splits = num_splits(batch, num_kv_heads, device)
-    return DecodeShape(128, 4, 2, splits) if is_small(batch, num_kv_heads, device) else DecodeShape(64, 2, 3, splits)
+    return DecodeConfig(128, 4, 2, splits) if is_small(batch, num_kv_heads, device) else DecodeConfig(64, 2, 3, splits)
 
 
 class DecodeWorkspace:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
 
-class GemvShape(NamedTuple):
+class GemvConfig(NamedTuple):
     rows: int  # output features per program
     num_warps: int
 
@@ -79,11 +79,11 @@ def _gemv_kernel(
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=row_valid)
 
 
-def _default_shape(width: int, swiglu: bool) -> GemvShape:
+def _default_config(width: int, swiglu: bool) -> GemvConfig:
     """Measured on an H200: a few kilobytes of weights per program, one to eight warps."""
     if width <= 1024:
-        return GemvShape(2, 1) if swiglu else GemvShape(4, 2)
-    return GemvShape(2, 4) if width <= 2048 or swiglu else GemvShape(2, 8)
+        return GemvConfig(2, 1) if swiglu else GemvConfig(4, 2)
+    return GemvConfig(2, 4) if width <= 2048 or swiglu else GemvConfig(2, 8)
 
 
 def gemv(
@@ -96,7 +96,7 @@ def gemv(
     residual: Tensor | None = None,
     swiglu: bool = False,
     out_dtype: torch.dtype | None = None,
-    shape: GemvShape | None = None,
+    config: GemvConfig | None = None,
 ) -> Tensor:
     """x [1, K] @ weight [N, K].T -> [1, N] in out_dtype (x's if None).
 
@@ -111,7 +111,7 @@ def gemv(
     assert residual is None or residual.is_contiguous()
     assert not swiglu or bias is None
     out = torch.empty(1, features, dtype=out_dtype or x.dtype, device=x.device)
-    rows, num_warps = shape or _default_shape(width, swiglu)
+    rows, num_warps = config or _default_config(width, swiglu)
     _gemv_kernel[(triton.cdiv(features, rows),)](
         x,
         weight,

@@ -92,7 +92,7 @@ class KernelSet:
         return self.sample(kept, temperatures, seeds, token_indices)
 
     def qk_norm_rope_store(
-        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, slots: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [T, (heads + 2 kv_heads) * D] -> q [T, heads, D], k and v [T, kv_heads, D]; k and v go to their slots."""
         return reference.qk_norm_rope_store(
@@ -101,9 +101,9 @@ class KernelSet:
             norm.k_weight,
             norm.eps,
             cos_sin,
-            step.positions,
+            slots.positions,
             *cache,
-            step.slot_mapping,
+            slots.slot_mapping,
             *heads.counts,
         )
 

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or with the residual add before it: one program per token, one pass over the row."""
+"""RMSNorm: one program per token, one pass over the row. Few tokens have it fused with the product that follows."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, and its RMS norm: (normed, new residual), both [T, H] in x's dtype."""
+    """x + residual, and its RMS norm: (normed, new residual), both [T, H] in x's dtype.
+
+    No model calls it, since products add the residual; benchmarks compare the two ways.
+    """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, residual, weight, eps, normed, total)

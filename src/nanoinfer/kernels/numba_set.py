@@ -15,14 +15,14 @@ from nanoinfer.kernels.cpu_set import CpuKernels
 from nanoinfer.kernels.heads import NO_QK_NORM, HeadLayout, KVCache, QKNorm, TokenSlots
 
 # Up to so many tokens our kernels are faster than what CpuKernels asks of torch (docs/decisions/022).
-FEW_TOKENS = {torch.float32: 24, torch.bfloat16: 48}
+NUMBA_MOST_TOKENS = {torch.float32: 24, torch.bfloat16: 48}
 
 
 def why_not(dtype: torch.dtype) -> str | None:
     """Why this set cannot be used, as far as that shows without importing numba; None if it can."""
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed"
-    return None if dtype in FEW_TOKENS else f"numba has no {str(dtype).removeprefix('torch.')} on a CPU"
+    return None if dtype in NUMBA_MOST_TOKENS else f"numba has no {str(dtype).removeprefix('torch.')} on a CPU"
 
 
 class NumbaKernels(CpuKernels):
@@ -36,7 +36,7 @@ class NumbaKernels(CpuKernels):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self._dtype = dtype
-        self._few_tokens = 0
+        self._most_tokens = 0
         self._kernels: Any = None
         self.num_threads = torch.get_num_threads()
         self._nothing = as_array(torch.empty(0, dtype=dtype))
@@ -58,11 +58,11 @@ class NumbaKernels(CpuKernels):
         numba.config.THREADING_LAYER = "omp"
         from nanoinfer.kernels import numba_kernels
 
-        self._kernels, self._few_tokens = numba_kernels, FEW_TOKENS[self._dtype]
+        self._kernels, self._most_tokens = numba_kernels, NUMBA_MOST_TOKENS[self._dtype]
         try:
             self._run_all()
         except BaseException:
-            self._kernels, self._few_tokens = None, 0
+            self._kernels, self._most_tokens = None, 0
             raise
         self.name = "numba"
 
@@ -74,9 +74,9 @@ class NumbaKernels(CpuKernels):
         self.norm_swiglu(hidden, ones[0], 1.0, weight, None)
         self.linear_add(hidden, weight, None, hidden)
         cache, zero = ones.view(1, 1, 1, 2), torch.zeros(1, dtype=torch.int64)
-        heads, step = HeadLayout(1, 1, 2, 1.0), TokenSlots(zero, zero)
+        heads, slots = HeadLayout(1, 1, 2, 1.0), TokenSlots(zero, zero)
         q, _, _ = self.qk_norm_rope_store(
-            torch.ones(1, 6), heads, NO_QK_NORM, torch.ones(1, 2), step, (cache, cache.clone())
+            torch.ones(1, 6), heads, NO_QK_NORM, torch.ones(1, 2), slots, (cache, cache.clone())
         )
         tables = np.zeros((1, 1), np.int32)
         self.paged_decode(
@@ -96,7 +96,7 @@ class NumbaKernels(CpuKernels):
         return F.embedding(token_ids, weight).float() if self._kernels else super().embed(token_ids, weight)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        if len(x) > self._few_tokens:
+        if len(x) > self._most_tokens:
             return super().linear_add(x, weight, bias, residual)
         out = np.empty(residual.shape, np.float32)
         self._kernels.linear_add(
@@ -105,7 +105,7 @@ class NumbaKernels(CpuKernels):
         return torch.from_numpy(out)
 
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) > self._few_tokens:
+        if len(x) > self._most_tokens:
             return super().norm_linear(x, norm_weight, eps, weight, bias)
         out = np.empty((len(x), len(weight)), np.float32)
         self._kernels.norm_linear(
@@ -114,7 +114,7 @@ class NumbaKernels(CpuKernels):
         return torch.from_numpy(out)
 
     def norm_swiglu(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) > self._few_tokens:
+        if len(x) > self._most_tokens:
             return super().norm_swiglu(x, norm_weight, eps, weight, bias)
         gate_up = np.empty((len(x), len(weight)), np.float32)
         out = np.empty((len(x), len(weight) // 2), np.float32)
@@ -125,11 +125,11 @@ class NumbaKernels(CpuKernels):
         return torch.from_numpy(out)
 
     def qk_norm_rope_store(
-        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, slots: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base class, in the cache's dtype. Every slot is written: steps on a CPU have no padding."""
         if self._kernels is None:
-            return super().qk_norm_rope_store(qkv, heads, norm, cos_sin, step, cache)
+            return super().qk_norm_rope_store(qkv, heads, norm, cos_sin, slots, cache)
         q, k, v = (
             torch.empty(len(qkv), count, heads.head_dim, dtype=cache[0].dtype)
             for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
@@ -137,7 +137,7 @@ class NumbaKernels(CpuKernels):
         self._kernels.qk_norm_rope_store(
             as_array(qkv.float().view(len(qkv), -1, heads.head_dim)),
             self._optional(norm.q_weight), self._optional(norm.k_weight), norm.eps,
-            as_array(cos_sin), as_array(step.positions), *map(as_array, cache), as_array(step.slot_mapping),
+            as_array(cos_sin), as_array(slots.positions), *map(as_array, cache), as_array(slots.slot_mapping),
             as_array(q), as_array(k), as_array(v), self.num_threads,
         )  # fmt: skip
         return q, k, v
@@ -153,5 +153,5 @@ def as_array(x: Tensor) -> NDArray[Any]:
 
 
 if __name__ == "__main__":  # fills numba's cache, as a first start does for one dtype
-    for each in FEW_TOKENS:
+    for each in NUMBA_MOST_TOKENS:
         NumbaKernels(each).compile()

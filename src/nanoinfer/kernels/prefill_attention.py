@@ -17,12 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.common import dot, enter, pdl_options, wait_for_inputs
-
-LOG2_E = 1.4426950408889634
+from nanoinfer.kernels.common import LOG2_E, dot, enter, pdl_options, wait_for_inputs
 
 
-class PrefillShape(NamedTuple):
+class PrefillConfig(NamedTuple):
     block_rows: int
     block_keys: int
     num_warps: int
@@ -47,7 +45,7 @@ def _prefill_kernel(
     k_tiles,  # TMA: the same memory as [rows, KV * D] in tiles of [BLOCK_N, D]
     v_tiles,
     tables_ptr,  # PAGED: [B, max_blocks]
-    starts_ptr,  # [B + 1] cumulative numbers of queries
+    cu_seqlens_ptr,  # [B + 1] cumulative numbers of queries
     lengths_ptr,  # PAGED: [B] history and queries
     out_ptr,  # [T, H, D]
     batch,
@@ -70,21 +68,21 @@ def _prefill_kernel(
     enter(PDL)
     wait_for_inputs(PDL)
     TOKENS: tl.constexpr = BLOCK_M // G  # per tile; the last BLOCK_M % G rows stay empty
-    # Tiles of sequence i start at number starts[i] // TOKENS + i, which leaves room for a partial tile. The last tiles,
-    # whose histories are longest, run first, so that the short ones fill the end of the launch.
+    # Tiles of sequence i start at number cu_seqlens[i] // TOKENS + i, which leaves room for a partial tile. The last
+    # tiles, whose histories are longest, run first, so that the short ones fill the end of the launch.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     low = batch * 0
     high = batch
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(starts_ptr + middle) // TOKENS + middle <= tile:
+        if tl.load(cu_seqlens_ptr + middle) // TOKENS + middle <= tile:
             low = middle
         else:
             high = middle
     sequence = low.to(tl.int64)
-    first = tl.load(starts_ptr + sequence).to(tl.int32)
-    queries = tl.load(starts_ptr + sequence + 1).to(tl.int32) - first
+    first = tl.load(cu_seqlens_ptr + sequence).to(tl.int32)
+    queries = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int32) - first
     token0 = (tile - (first // TOKENS + low)) * TOKENS
     if token0 < queries:
         if PAGED:
@@ -166,11 +164,11 @@ def _prefill_kernel(
         tl.store(out_ptr + (q_row * (KV * G * D) + head * D)[:, None] + lane[None, :], out, mask=valid)
 
 
-def _shape(max_rows: int, tma: bool) -> PrefillShape:
+def _default_config(max_rows: int, tma: bool) -> PrefillConfig:
     """max_rows: query heads per KV head times the longest number of queries. Measured on an H200."""
     if tma or max_rows <= 256:
-        return PrefillShape(64, 64, 4, 3)
-    return PrefillShape(128, 64, 8, 3)
+        return PrefillConfig(64, 64, 4, 3)
+    return PrefillConfig(128, 64, 8, 3)
 
 
 def _tma_layout(rows: Tensor) -> bool:
@@ -184,18 +182,18 @@ def _launch(
     k_rows: Tensor,
     v_rows: Tensor,
     tables: Tensor | None,
-    starts: Tensor,
+    cu_seqlens_q: Tensor,
     lengths: Tensor | None,
     block_size: int,
     max_queries: int,
     scale: float,
-    shape: PrefillShape | None,
+    config: PrefillConfig | None,
 ) -> Tensor:
     """k_rows and v_rows [rows, KV, D]: one row per token, or per slot of the cache."""
     tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_rows.shape[1]
     group = num_heads // num_kv_heads
-    batch = starts.shape[0] - 1
+    batch = cu_seqlens_q.shape[0] - 1
     assert group * num_kv_heads == num_heads
     assert q.stride()[1:] == k_rows.stride()[1:] == v_rows.stride()[1:] == (head_dim, 1), (q.stride(), k_rows.stride())
     out = torch.empty(tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
@@ -203,9 +201,9 @@ def _launch(
         return out
     paged = tables is not None
     tma = _tma_layout(k_rows) and _tma_layout(v_rows)
-    if shape is None:
-        shape = _shape(group * max_queries, tma and (not paged or block_size % 64 == 0))
-    rows, keys, num_warps, num_stages, use_tma = shape
+    if config is None:
+        config = _default_config(group * max_queries, tma and (not paged or block_size % 64 == 0))
+    rows, keys, num_warps, num_stages, use_tma = config
     tma = tma and use_tma and (not paged or block_size % keys == 0)
     k_tiles, v_tiles = (
         TensorDescriptor(t, [t.shape[0], num_kv_heads * head_dim], [t.stride(0), 1], [keys, head_dim]) if tma else None
@@ -218,7 +216,7 @@ def _launch(
         k_tiles,
         v_tiles,
         tables,
-        starts,
+        cu_seqlens_q,
         lengths,
         out,
         batch,
@@ -251,14 +249,14 @@ def prefill_attention(
     max_queries: int,
     scale: float,
     *,
-    shape: PrefillShape | None = None,
+    config: PrefillConfig | None = None,
 ) -> Tensor:
     """Sequences without history: q [T, heads, D], k and v [T, kv_heads, D] (views of wider rows allowed) -> like q.
 
     Sequence i owns tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1; max_queries is the longest of them. Tokens that no
     sequence owns (after the last) are left undefined.
     """
-    return _launch(q, k, v, None, cu_seqlens, None, 1, max_queries, scale, shape)
+    return _launch(q, k, v, None, cu_seqlens, None, 1, max_queries, scale, config)
 
 
 def paged_prefill_attention(
@@ -271,7 +269,7 @@ def paged_prefill_attention(
     max_queries: int,
     scale: float,
     *,
-    shape: PrefillShape | None = None,
+    config: PrefillConfig | None = None,
 ) -> Tensor:
     """The last tokens of each sequence against all of it: q [T, heads, D] -> like q.
 
@@ -284,5 +282,5 @@ def paged_prefill_attention(
     k_rows, v_rows = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     block_size = k_cache.shape[1]
     return _launch(
-        q, k_rows, v_rows, block_tables, cu_seqlens_q, context_lens, block_size, max_queries, scale, shape
+        q, k_rows, v_rows, block_tables, cu_seqlens_q, context_lens, block_size, max_queries, scale, config
     )  # fmt: skip

@@ -25,7 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + residual, and its RMS norm: (normed, new residual), both [T, H] in x's dtype.
 
-    The norm sees the rounded sum, so that the fused and the separate form agree bit for bit.
+    The norm sees the rounded sum, so that the fused and the separate form agree bit for bit. No model calls it, since
+    products add the residual; benchmarks compare the two ways.
     """
     total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm(total, weight, eps), total
@@ -127,7 +128,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
     """Causal attention of sequences without history, straight from this step's q, k, v [T, heads, D].
 
-    Sequence i owns tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1; cu_seqlens int [B + 1].
+    Sequence i owns tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1; cu_seqlens int [B + 1]. For tests: the twin of
+    `prefill_attention.prefill_attention`.
     """
     out = torch.zeros_like(q)
     bounds = cu_seqlens.tolist()

@@ -20,7 +20,7 @@ from nanoinfer.kernels.common import INTERPRETED, enter, pdl_options, wait_for_i
 from nanoinfer.kernels.gemv import gemv
 from nanoinfer.kernels.norm import rms_norm
 
-CHUNK = 8192  # logits per program
+PART = 8192  # logits per program
 CANDIDATES = 4096  # candidates that the second stage compares at a time
 NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
 
@@ -77,20 +77,20 @@ def _logits_scores_kernel(
     token_indices_ptr,  # [B]
     thresholds_ptr,  # [B]
     cutoffs_ptr,  # [B]
-    scores_ptr,  # [B, chunks]
-    ids_ptr,  # [B, chunks]
+    scores_ptr,  # [B, parts]
+    ids_ptr,  # [B, parts]
     first_id,
     row_stride,
     V,
-    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
     BOUNDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     enter(PDL)
     wait_for_inputs(PDL)
-    chunk = tl.program_id(0)
+    part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    column = part * PART + tl.arange(0, PART)
     logits = tl.load(logits_ptr + row * row_stride + column, mask=column < V, other=float("-inf")).to(tl.float32)
     token_id = first_id + column
     temperature = tl.load(temperatures_ptr + row)
@@ -102,9 +102,9 @@ def _logits_scores_kernel(
     kept = kept & (score == score)  # a row of NaN must still name a token that exists
     score = tl.where(kept, score, float("-inf"))
     best, at = tl.max(score, axis=0, return_indices=True)
-    place = row * tl.num_programs(0) + chunk
+    place = row * tl.num_programs(0) + part
     tl.store(scores_ptr + place, best)
-    tl.store(ids_ptr + place, first_id + chunk * CHUNK + at)
+    tl.store(ids_ptr + place, first_id + part * PART + at)
 
 
 @triton.jit
@@ -164,11 +164,11 @@ def best(
     """
     batch, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    chunks = triton.cdiv(vocab_size, CHUNK)
-    scores = torch.empty(batch, chunks, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(batch, chunks, dtype=torch.int32, device=logits.device)
+    parts = triton.cdiv(vocab_size, PART)
+    scores = torch.empty(batch, parts, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(batch, parts, dtype=torch.int32, device=logits.device)
     thresholds, cutoffs = bounds if bounds is not None else (None, None)
-    _logits_scores_kernel[(chunks, batch)](
+    _logits_scores_kernel[(parts, batch)](
         logits,
         temperatures,
         seeds,
@@ -180,7 +180,7 @@ def best(
         first_id,
         logits.stride(0),
         vocab_size,
-        CHUNK=CHUNK,
+        PART=PART,
         BOUNDED=bounds is not None,
         num_warps=8,
         **pdl_options(logits),

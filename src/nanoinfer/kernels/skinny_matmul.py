@@ -15,29 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import INTERPRETED, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.common import dot, enter, pdl_options, wait_for_inputs
 from nanoinfer.kernels.norm import rms_norm
 
 MAX_TOKENS = 32  # beyond, the tokens no longer fit beside the weights
 SHARED_LIMIT = 200 * 1024  # bytes per program, on sm_90
 
 
-class SkinnyShape(NamedTuple):
+class SkinnyConfig(NamedTuple):
     features: int  # output features per program
     num_warps: int
     width: int  # elements of K that one warp multiplies in one step
 
 
-SMALLEST = SkinnyShape(8, 4, 128)
-
-
-@triton.jit
-def _part_dot(a, b, acc):
-    """acc + a @ b for each of the first dimension's parts."""
-    if INTERPRETED:  # the interpreter multiplies bfloat16 operands as if they were integers
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+SMALLEST = SkinnyConfig(8, 4, 128)
 
 
 @triton.jit
@@ -89,9 +80,9 @@ def _skinny_matmul_kernel(
             mask=token_valid[None, :, None] & (column < K)[:, None, :],
             other=0.0,
         )
-        acc = _part_dot(x, weights[step], acc)
+        acc = dot(x, weights[step], acc)
         if SWIGLU:
-            up_acc = _part_dot(x, up_weights[step], up_acc)
+            up_acc = dot(x, up_weights[step], up_acc)
     out = tl.sum(acc, axis=0)
     if SWIGLU:
         out = out * tl.sigmoid(out) * tl.sum(up_acc, axis=0)
@@ -108,21 +99,21 @@ def _block_tokens(tokens: int) -> int:
     return max(16, int(triton.next_power_of_2(tokens)))  # 16: the smallest tensor-core tile
 
 
-def _shared_bytes(shape: SkinnyShape, tokens: int, width: int, swiglu: bool) -> int:
+def _shared_bytes(config: SkinnyConfig, tokens: int, width: int, swiglu: bool) -> int:
     """All weights of a program, and one step's tokens."""
-    step = shape.num_warps * shape.width
-    weights = shape.features * (1 + swiglu) * -(-width // step) * step
+    step = config.num_warps * config.width
+    weights = config.features * (1 + swiglu) * -(-width // step) * step
     return 2 * (weights + _block_tokens(tokens) * step)
 
 
-def _default_shape(features: int, width: int, swiglu: bool, tokens: int) -> SkinnyShape:
+def _default_config(features: int, width: int, swiglu: bool, tokens: int) -> SkinnyConfig:
     """Measured on an H200; smaller where the weights of a program would not fit."""
-    wide = SkinnyShape(32, 4, 256)
+    wide = SkinnyConfig(32, 4, 256)
     if features >= 4096 and not swiglu and _shared_bytes(wide, tokens, width, swiglu) <= 100 * 1024:
         return wide
-    for shape in (SkinnyShape(16, 4, 256), SkinnyShape(8, 4, 256)):
-        if _shared_bytes(shape, tokens, width, swiglu) <= SHARED_LIMIT:
-            return shape
+    for config in (SkinnyConfig(16, 4, 256), SkinnyConfig(8, 4, 256)):
+        if _shared_bytes(config, tokens, width, swiglu) <= SHARED_LIMIT:
+            return config
     return SMALLEST
 
 
@@ -149,7 +140,7 @@ def skinny_matmul(
     residual: Tensor | None = None,
     swiglu: bool = False,
     out_dtype: torch.dtype | None = None,
-    shape: SkinnyShape | None = None,
+    config: SkinnyConfig | None = None,
 ) -> Tensor:
     """x [M, K] @ weight [N, K].T for M <= MAX_TOKENS -> [M, N] in out_dtype (x's if None). Arguments as in gemv.
 
@@ -166,7 +157,7 @@ def skinny_matmul(
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
-    block_features, num_warps, block_width = shape or _default_shape(features, width, swiglu, tokens)
+    block_features, num_warps, block_width = config or _default_config(features, width, swiglu, tokens)
     _skinny_matmul_kernel[(triton.cdiv(features, block_features),)](
         x,
         weight,

@@ -73,7 +73,7 @@ class TritonKernels(KernelSet):
         return sampling.best(logits, temperatures, seeds, token_indices, bounds)[0]
 
     def qk_norm_rope_store(
-        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, step: TokenSlots, cache: KVCache
+        self, qkv: Tensor, heads: HeadLayout, norm: QKNorm, cos_sin: Tensor, slots: TokenSlots, cache: KVCache
     ) -> tuple[Tensor, Tensor, Tensor]:
         return rope.qk_norm_rope_store(
             qkv,
@@ -81,9 +81,9 @@ class TritonKernels(KernelSet):
             norm.k_weight,
             norm.eps,
             cos_sin,
-            step.positions,
+            slots.positions,
             *cache,
-            step.slot_mapping,
+            slots.slot_mapping,
             *heads.counts,
         )
 
