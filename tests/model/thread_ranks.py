@@ -42,10 +42,10 @@ class ThreadGroup(Group):
     def all_gather(self, x):
         return torch.stack(self._exchange(x))
 
-    def from_first(self, x):
+    def broadcast(self, x):
         return self._exchange(x)[0]
 
-    def minimum(self, value):
+    def all_reduce_min(self, value):
         return min(self._exchange(value))
 
 

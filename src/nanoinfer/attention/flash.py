@@ -46,6 +46,8 @@ class FlashAttention:
 
 
 class _Plan:
+    """Decodes through the paged call, the tokens behind them through the variable-length one."""
+
     def __init__(self, backend: FlashAttention, batch: AttentionBatch) -> None:
         self._backend = backend
         self._batch = batch

@@ -32,6 +32,8 @@ class TritonAttention:
 
 
 class _Plan:
+    """Decodes by the fused kernel, the tokens behind them as prefill chunks."""
+
     def __init__(self, backend: TritonAttention, batch: AttentionBatch) -> None:
         self._backend = backend
         self._batch = batch

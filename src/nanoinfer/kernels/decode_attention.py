@@ -275,12 +275,12 @@ def _launch(
 ) -> Tensor:
     """The fused form where there is a cos_sin: q is then the whole qkv."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    batch, group = q.shape[0], num_heads // num_kv_heads
+    batch, queries_per_kv = q.shape[0], num_heads // num_kv_heads
     assert q.is_contiguous()
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
     assert block_tables.stride(1) == 1, block_tables.stride()
-    assert group * num_kv_heads == num_heads
+    assert queries_per_kv * num_kv_heads == num_heads
     out = torch.empty(batch, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if batch == 0:
         return out
@@ -309,15 +309,15 @@ def _launch(
         scale * LOG2_E,
         block_tables.stride(0),
         KV=num_kv_heads,
-        G=group,
+        G=queries_per_kv,
         D=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_G=max(16, triton.next_power_of_2(group)),  # 16: the smallest tensor-core tile
+        BLOCK_G=max(16, triton.next_power_of_2(queries_per_kv)),  # 16: the smallest tensor-core tile
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_T=config.block_tokens,
         MIN_SPLIT_TOKENS=max(min_split_tokens, config.block_tokens),
         COMBINE=COMBINE,
-        COMBINE_G=triton.next_power_of_2(group),
+        COMBINE_G=triton.next_power_of_2(queries_per_kv),
         FUSED=fused,
         NORM=q_weight is not None,
         PREFETCH=prefetch and fused and not INTERPRETED.value,

@@ -192,9 +192,9 @@ def _launch(
     """k_rows and v_rows [rows, KV, D]: one row per token, or per slot of the cache."""
     tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_rows.shape[1]
-    group = num_heads // num_kv_heads
+    queries_per_kv = num_heads // num_kv_heads
     batch = cu_seqlens_q.shape[0] - 1
-    assert group * num_kv_heads == num_heads
+    assert queries_per_kv * num_kv_heads == num_heads
     assert q.stride()[1:] == k_rows.stride()[1:] == v_rows.stride()[1:] == (head_dim, 1), (q.stride(), k_rows.stride())
     out = torch.empty(tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if tokens == 0:
@@ -202,14 +202,14 @@ def _launch(
     paged = tables is not None
     tma = _tma_layout(k_rows) and _tma_layout(v_rows)
     if config is None:
-        config = _default_config(group * max_queries, tma and (not paged or block_size % 64 == 0))
+        config = _default_config(queries_per_kv * max_queries, tma and (not paged or block_size % 64 == 0))
     rows, keys, num_warps, num_stages, use_tma = config
     tma = tma and use_tma and (not paged or block_size % keys == 0)
     k_tiles, v_tiles = (
         TensorDescriptor(t, [t.shape[0], num_kv_heads * head_dim], [t.stride(0), 1], [keys, head_dim]) if tma else None
         for t in (k_rows, v_rows)
     )
-    _prefill_kernel[(tokens // (rows // group) + batch, num_kv_heads)](
+    _prefill_kernel[(tokens // (rows // queries_per_kv) + batch, num_kv_heads)](
         q,
         k_rows,
         v_rows,
@@ -226,7 +226,7 @@ def _launch(
         v_rows.stride(0),
         tables.stride(0) if tables is not None else 0,
         KV=num_kv_heads,
-        G=group,
+        G=queries_per_kv,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=rows,

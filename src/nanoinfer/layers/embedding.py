@@ -30,7 +30,7 @@ class Embedding:
         self._kernels = kernels
         self._group = group
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, H]."""
         if self._span.is_whole:
             return self._kernels.embed(token_ids, self.weight)

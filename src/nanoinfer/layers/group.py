@@ -10,7 +10,7 @@ from nanoinfer.models.partition import WHOLE, Partition
 class Group:
     """Collective operations: every rank must call them in the same order with tensors of the same shape and dtype.
 
-    They neither wait for the device nor read from it, so that they can be part of a CUDA graph, except `minimum`.
+    Those on tensors neither wait for the device nor read from it, so that they can be part of a CUDA graph.
     `ranks_on_host` counts this host's ranks, which share its memory.
     """
 
@@ -34,11 +34,11 @@ class Group:
         """x [...] of every rank -> [size, ...]."""
         return x[None]
 
-    def from_first(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's x on every rank; x's own memory may be overwritten with it."""
         return x
 
-    def minimum(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest of all ranks' values."""
         return value
 

@@ -49,7 +49,8 @@ class Linear:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [T, out] + what the ranks' x [T, in] give together, the same on every rank.
 
-        Rank 0 puts the residual and the bias into its part of the sum, so that adding them costs nothing.
+        The residual's memory may be overwritten with it. Rank 0 puts the residual and the bias into its part of the
+        sum, so that adding them costs nothing.
         """
         if self._group.rank == 0:
             part = self._kernels.linear_add(x, self.weight, self.bias, residual)

@@ -42,17 +42,17 @@ class DecoderLayer:
         self.input_layernorm = norm(config.hidden_size)
         self.qkv_proj = linear(hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, config.qkv_bias)
         self._repeated = _repeated_columns(config, group, device)
-        self.q_norm = norm(config.head_dim) if config.qk_norm else None
-        self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        self._head_norms = {name: norm(head_dim) for name in ("q_norm", "k_norm") if config.qk_norm}
         self.o_proj = linear(q, {"o_proj": hidden}, config.o_bias)
         self.post_attention_layernorm = norm(config.hidden_size)
         self.gate_up_proj = linear(hidden, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
         self.down_proj = linear(inner, {"down_proj": hidden}, config.mlp_bias)
         self.qk_norm = NO_QK_NORM
-        if self.q_norm is not None and self.k_norm is not None:
-            self.qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
+        if config.qk_norm:
+            q_norm, k_norm = self._head_norms.values()
+            self.qk_norm = QKNorm(q_norm.weight, k_norm.weight, config.rms_norm_eps)
 
-    def __call__(self, hidden: Tensor, cache: KVCache, attention: AttentionPlan) -> Tensor:
+    def forward(self, hidden: Tensor, cache: KVCache, attention: AttentionPlan) -> Tensor:
         """[T, H] -> [T, H]; this step's keys and values go into the cache."""
         qkv = self.qkv_proj.after_norm(hidden, self.input_layernorm)
         if self._repeated is not None:
@@ -70,9 +70,8 @@ class DecoderLayer:
             **self.gate_up_proj.weight_slots(f"{prefix}.mlp"),
             **self.down_proj.weight_slots(f"{prefix}.mlp"),
         }
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if norm is not None:
-                slots.update(norm.weight_slots(f"{prefix}.self_attn.{name}"))
+        for name, norm in self._head_norms.items():
+            slots.update(norm.weight_slots(f"{prefix}.self_attn.{name}"))
         return slots
 
 
@@ -125,9 +124,9 @@ class Decoder:
 
         input_ids int64 [T]; sample_at int64 [S], indices into the T tokens, None for all of them -> [S, H].
         """
-        hidden = self.embed_tokens(input_ids)
+        hidden = self.embed_tokens.forward(input_ids)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
-            hidden = layer(hidden, cache, attention)
+            hidden = layer.forward(hidden, cache, attention)
         return hidden if sample_at is None else hidden[sample_at]
 
     def logits(self, hidden: Tensor) -> Tensor:

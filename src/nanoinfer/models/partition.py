@@ -49,8 +49,8 @@ class Partition:
 
     def kv_heads(self, config: ModelConfig) -> Span:
         """The KV heads that this rank's query heads read; ranks may have one in common."""
-        group, queries = config.num_heads // config.num_kv_heads, self.query_heads(config)
-        return Span(config.num_kv_heads, queries.start // group, (queries.stop - 1) // group + 1)
+        queries_per_kv, queries = config.num_heads // config.num_kv_heads, self.query_heads(config)
+        return Span(config.num_kv_heads, queries.start // queries_per_kv, (queries.stop - 1) // queries_per_kv + 1)
 
     def kv_copies(self, config: ModelConfig) -> list[int]:
         """For each KV head in this rank's cache, which of `kv_heads` it is, counted from their start.
@@ -59,8 +59,8 @@ class Partition:
         are repeated until that holds; elsewhere this is 0, 1, 2, ...
         """
         queries, first = self.query_heads(config), self.kv_heads(config).start
-        group, count = config.num_heads // config.num_kv_heads, config.kv_heads_per_rank(self.size)
-        return [(queries.start + i * len(queries) // count) // group - first for i in range(count)]
+        queries_per_kv, count = config.num_heads // config.num_kv_heads, config.kv_heads_per_rank(self.size)
+        return [(queries.start + i * len(queries) // count) // queries_per_kv - first for i in range(count)]
 
     def features(self, size: int) -> Span:
         """A cut of the MLP's inner features, in parts as equal as the alignment allows."""

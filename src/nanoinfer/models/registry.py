@@ -6,17 +6,12 @@ import torch
 
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.layers.group import ALONE, Group
-from nanoinfer.models.config import ModelConfig
+from nanoinfer.models.config import ARCHITECTURES, ModelConfig
 from nanoinfer.models.decoder import Decoder
 
 # Qwen3 has QK norm, Qwen2 and 2.5 have QKV biases, Llama 3.x stretches rope; SmolLM2 is a tied Llama, Mistral an untied
 # one. ModelConfig turns these differences into switches; a family that needs other code gets its own class here.
-MODELS = {
-    "Qwen3ForCausalLM": Decoder,
-    "Qwen2ForCausalLM": Decoder,
-    "LlamaForCausalLM": Decoder,
-    "MistralForCausalLM": Decoder,
-}
+MODELS = dict.fromkeys(ARCHITECTURES.values(), Decoder)
 
 
 def build_model(

@@ -288,7 +288,7 @@ class PoolPlan:
 
     def pool(self, budget: int) -> memory.KVGeometry:
         """The pool for the least of all ranks' budgets: they all have the same blocks."""
-        budget = self.group.minimum(budget)
+        budget = self.group.all_reduce_min(budget)
         return memory.plan_kv_pool(
             bytes_per_token=self.bytes_per_token,
             block_size=self.block_size,

@@ -70,7 +70,7 @@ class DistributedGroup(Group):
         # On the current stream itself: no second stream to wait for, and simply a part of the graph under capture.
         for options in (self._sum, self._gather, self._broadcast):
             options.asyncOp = False
-        self.minimum(0)  # NCCL connects with the first operation; here it may still be waited for
+        self.all_reduce_min(0)  # NCCL connects with the first operation; here it may still be waited for
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._finish(self._backend.allreduce, [x], self._sum)
@@ -81,11 +81,11 @@ class DistributedGroup(Group):
         self._finish(self._backend._allgather_base, gathered, x.contiguous(), self._gather)
         return gathered.view(self.size, *x.shape)
 
-    def from_first(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         self._finish(self._backend.broadcast, [x], self._broadcast)
         return x
 
-    def minimum(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         x = torch.tensor([value], dtype=torch.int64, device=self._device)
         self._finish(self._backend.allreduce, [x], self._min)
         return int(x)

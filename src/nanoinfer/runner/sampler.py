@@ -60,7 +60,7 @@ class Sampler:
         raw = logits[self._tensor(reporting)] if reporting.size else None
         self._apply_min_tokens(logits, needs, rows, lengths)
         self._penalise(logits, needs, rows, lengths)
-        token_ids = self._group.from_first(self._choose(logits, needs, rows, lengths))
+        token_ids = self._group.broadcast(self._choose(logits, needs, rows, lengths))
         logprobs = None if raw is None else self._report(raw, reporting, rows, token_ids)
         return Sampled(token_ids, logprobs)
 
