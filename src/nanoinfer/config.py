@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, cast, get_args
 from nanoinfer.errors import ConfigError
 
 SchedulePolicy = Literal["mixed", "prefill-first"]
-AttentionChoice = Literal["auto", "flash-attn", "triton", "torch"]
+AttentionChoice = Literal["auto", "flash-attn", "triton", "torch"]  # numba's comes with its kernels
 KernelChoice = Literal["auto", "triton", "numba", "cpu", "compiled", "eager"]
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]

@@ -75,7 +75,7 @@ class LLM:
         self.info = plane.info(config, model_config, model=source.name, model_reason=source.reason)
         scheduler = Scheduler(
             BlockManager(
-                plane.pool.num_blocks, plane.pool.block_size, enable_prefix_caching=config.enable_prefix_caching
+                plane.geometry.num_blocks, plane.geometry.block_size, enable_prefix_caching=config.enable_prefix_caching
             ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -335,7 +335,7 @@ def _open_data_plane(
             model_config,
             _resolve_device(config),
             load=lambda slots: fill_weights(slots, folder, config.load_format, config.seed, notify),
-            notify=notify,
+            on_wait=lambda what: notify(what, 0, 0),
         )
         return plane, LocalExecutor(plane.runner)
     check_splits(model_config, config.tensor_parallel_size)

@@ -90,7 +90,7 @@ def use_thread_ranks(monkeypatch) -> None:
         ranks = ThreadRanks(
             config, model_config, folder, [ThreadGroup(rank, size, places, barrier) for rank in range(size)]
         )
-        assert len({plane.pool for plane in ranks.planes}) == 1
+        assert len({plane.geometry for plane in ranks.planes}) == 1
         return ranks.planes[0], ranks
 
     monkeypatch.setattr(llm_module, "_open_data_plane", open_data_plane)

@@ -60,7 +60,7 @@ class StepResult:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None  # parallel to token_ids; None when no sequence asked
-    device_ms: float = 0.0
+    device_ms: float = 0.0  # on a CPU the whole step, which the host computes itself
     used_graph: bool = False
 
 

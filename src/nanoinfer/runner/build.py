@@ -27,7 +27,7 @@ from nanoinfer.models.registry import build_model
 from nanoinfer.models.weights import WeightSlot
 from nanoinfer.runner import memory
 from nanoinfer.runner.compile_ahead import KernelCompilation
-from nanoinfer.runner.compile_numba import Notify, NumbaCompilation
+from nanoinfer.runner.compile_numba import NumbaCompilation
 from nanoinfer.runner.executor import Runner
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
@@ -42,7 +42,7 @@ class DataPlane:
 
     runner: Runner
     overlap: bool  # whether a step may be submitted before the last one's result is known
-    pool: memory.KVGeometry
+    geometry: memory.KVGeometry
     device: torch.device
     dtype: str
     attention: str
@@ -63,12 +63,12 @@ class DataPlane:
             attention_reason=self.attention_reason,
             kernels=self.kernels,
             tensor_parallel_size=config.tensor_parallel_size,
-            block_size=self.pool.block_size,
-            num_blocks=self.pool.num_blocks,
-            kv_bytes=self.pool.total_bytes,
+            block_size=self.geometry.block_size,
+            num_blocks=self.geometry.num_blocks,
+            kv_bytes=self.geometry.total_bytes,
             weight_bytes=self.weight_bytes,
             vocab_size=model_config.vocab_size,
-            max_model_len=min(self.max_model_len, self.pool.capacity),
+            max_model_len=min(self.max_model_len, self.geometry.capacity),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             schedule=config.schedule,
@@ -106,67 +106,71 @@ def build_data_plane(
     *,
     load: LoadWeights,
     group: Group = ALONE,
-    notify: Notify | None = None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> DataPlane:
     """Decide dtype, back ends and pool, check that all fits, then build the model and fill it through `load`.
 
     All ranks of `group` must do so at the same time; each builds its part of the model, and the same pool of blocks.
     ConfigError, MemoryBudgetError: before any weight is read, unless only the GPU's profiling run can tell.
-    A CUDA device becomes the current one: kernels are launched on that. `notify(stage, 0, 0)` hears of a long wait.
+    A CUDA device becomes the current one: kernels are launched on that. `on_wait(what)` hears of a long wait.
     """
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
-    dtype = resolve_dtype(config.dtype, device)
+    dtype_name = resolve_dtype(config.dtype, device)
+    dtype = getattr(torch, dtype_name)
     max_model_len, warnings = _model_len(config, model_config)
-    kernels, attention_name, attention_reason = choose_back_ends(config, device, getattr(torch, dtype))
+    kernels, attention_name, attention_reason = choose_back_ends(config, device, dtype)
     if attention_name == "flash-attn":
-        _refuse_flash_attn(config, model_config, device, getattr(torch, dtype))
-    plan = PoolPlan(config, model_config, dtype, max_model_len, memory.DEFAULT_BLOCK_SIZES[attention_name], group)
+        _refuse_flash_attn(config, model_config, device, dtype)
+    plan = PoolPlan(config, model_config, dtype_name, max_model_len, memory.DEFAULT_BLOCK_SIZES[attention_name], group)
     start = MemoryMark.now(device) if device.type == "cuda" else None
-    pool = plan.pool_before_load(start, device)
+    geometry = plan.geometry_before_load(device, start)
 
-    torch_dtype = getattr(torch, dtype)
-    model = build_model(model_config, kernels=kernels, dtype=torch_dtype, device=device, group=group)
-    head_dim = model_config.head_dim
-    num_heads, num_kv_heads = model_config.num_heads // group.size, model_config.kv_heads_per_rank(group.size)
-    heads = HeadLayout(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
-    cos_sin = rotary_table(model_config.rope, head_dim, max_model_len, device)
+    model = build_model(model_config, kernels=kernels, dtype=dtype, device=device, group=group)
+    heads = _head_layout(model_config, group)
+    cos_sin = rotary_table(model_config.rope, heads.head_dim, max_model_len, device)
     attention = make_attention(attention_name, heads, cos_sin, kernels, config.max_num_seqs)
     compilation = None
     if device.type == "cuda" and group.size == 1:  # exchanges between ranks need one order, which threads have not
         compilation = KernelCompilation(model, attention, plan.allocate(1, device)[0])
-    numba = NumbaCompilation(kernels, required=config.kernels == "numba")
+    numba_compilation = NumbaCompilation(kernels, required=config.kernels == "numba")
     load(model.weight_slots())
-    if reason := numba.wait(notify):
+    if reason := numba_compilation.wait(on_wait):
         attention, attention_reason = TorchAttention(heads, cos_sin, kernels), reason
     if compilation:
         compilation.wait()
-    if pool is None:
+    if geometry is None:
         assert start is not None
-        pool = plan.pool(_profile(config, plan, model, attention, start, device))
-    if config.max_model_len is not None and pool.capacity < max_model_len:
-        warnings.append(f"the KV pool holds {pool.capacity} tokens, fewer than max_model_len {max_model_len}.")
+        geometry = plan.geometry(_profile(config, plan, model, attention, start, device))
+    if config.max_model_len is not None and geometry.capacity < max_model_len:
+        warnings.append(f"the KV pool holds {geometry.capacity} tokens, fewer than max_model_len {max_model_len}.")
     runner = make_runner(
         model,
         attention,
-        plan.allocate(pool.num_blocks, device),
+        plan.allocate(geometry.num_blocks, device),
         config=config,
-        max_model_len=min(max_model_len, pool.capacity),
+        max_model_len=min(max_model_len, geometry.capacity),
         device=device,
     )
     return DataPlane(
         runner=runner,
         overlap=isinstance(runner, OverlappedRunner),
-        pool=pool,
+        geometry=geometry,
         device=device,
-        dtype=dtype,
+        dtype=dtype_name,
         attention=attention.name,
         attention_reason=attention_reason,
         kernels=kernels.name,
-        weight_bytes=model_config.weight_bytes(dtype, group.size),
+        weight_bytes=model_config.weight_bytes(dtype_name, group.size),
         max_model_len=max_model_len,
         warnings=tuple(warnings),
     )
+
+
+def _head_layout(model_config: ModelConfig, group: Group) -> HeadLayout:
+    """The heads of one rank."""
+    num_kv_heads, head_dim = model_config.kv_heads_per_rank(group.size), model_config.head_dim
+    return HeadLayout(model_config.num_heads // group.size, num_kv_heads, head_dim, head_dim**-0.5)
 
 
 def _model_len(config: EngineConfig, model_config: ModelConfig) -> tuple[int, list[str]]:
@@ -241,8 +245,10 @@ def make_attention(
         from nanoinfer.attention.flash import FlashAttention
 
         return FlashAttention(heads, cos_sin, kernels)
-    if isinstance(kernels, NumbaKernels) and name == "numba":
+    if name == "numba":
+        assert isinstance(kernels, NumbaKernels), kernels
         return NumbaAttention(heads, cos_sin, kernels)
+    assert name == "torch", name
     return TorchAttention(heads, cos_sin, kernels)
 
 
@@ -269,24 +275,26 @@ class PoolPlan:
     def smallest_bytes(self) -> int:
         return 2 * self.block_size * self.bytes_per_token
 
-    def pool_before_load(self, start: MemoryMark | None, device: torch.device) -> memory.KVGeometry | None:
-        """The pool where its size is known without a profiling run; `start` is None on a CPU.
+    def geometry_before_load(self, device: torch.device, start: MemoryMark | None) -> memory.KVGeometry | None:
+        """The pool where its size is known without a profiling run; `start` is the mark of a GPU.
 
         MemoryBudgetError if the model and the pool, or the smallest one, do not fit.
         """
-        given = self.config.num_blocks is not None or self.config.kv_memory is not None
-        pool = None
-        sharers = self.group.ranks_on_host  # a CPU's memory is one for all of them
-        if start is None:
-            pool = self.pool(memory.cpu_kv_budget(memory.usable_memory()) // sharers)
-        elif given:
-            pool = self.pool(budget=0)
-        kv_bytes = self.smallest_bytes if pool is None else pool.total_bytes
-        available = memory.available_memory() // sharers if start is None else start.free
+        geometry = None
+        if device.type == "cuda":
+            assert start is not None
+            available = start.free
+            if self.config.num_blocks is not None or self.config.kv_memory is not None:
+                geometry = self.geometry(budget=0)  # which is not asked for
+        else:
+            sharers = self.group.ranks_on_host  # a CPU's memory is one for all of them
+            available = memory.available_memory() // sharers
+            geometry = self.geometry(memory.cpu_kv_budget(memory.usable_memory()) // sharers)
+        kv_bytes = self.smallest_bytes if geometry is None else geometry.total_bytes
         memory.require_memory(self.model_config, self.dtype, kv_bytes, available, str(device), self.group.size)
-        return pool
+        return geometry
 
-    def pool(self, budget: int) -> memory.KVGeometry:
+    def geometry(self, budget: int) -> memory.KVGeometry:
         """The pool for the least of all ranks' budgets: they all have the same blocks."""
         budget = self.group.all_reduce_min(budget)
         return memory.plan_kv_pool(

@@ -10,8 +10,6 @@ from nanoinfer.errors import ConfigError
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.kernels.numba_set import NumbaKernels
 
-Notify = Callable[[str, int, int], None]
-
 
 class NumbaCompilation:
     """Compilation under way in a thread; nothing for other kernel sets."""
@@ -26,12 +24,15 @@ class NumbaCompilation:
             # A daemon: a program that is told to end while this compiles must not wait for half a minute.
             threading.Thread(target=_compile, args=(self._kernels, self._result), name="numba", daemon=True).start()
 
-    def wait(self, notify: Notify | None) -> str | None:
-        """Until it is done; why numba cannot be used, or None. ConfigError instead where it was asked for."""
+    def wait(self, on_wait: Callable[[str], None] | None) -> str | None:
+        """Until it is done; why numba cannot be used, or None. ConfigError instead where it was asked for.
+
+        `on_wait` hears every half second what is waited for.
+        """
         if self._kernels is None or self._result is None:
             return None
-        while notify and wait([self._result], timeout=0.5).not_done:
-            notify("compiling the CPU's kernels, which only a first start does", 0, 0)
+        while on_wait and wait([self._result], timeout=0.5).not_done:
+            on_wait("compiling the CPU's kernels, which only a first start does")
         error = self._result.exception()
         if error is None:
             self._kernels.use_threads()
