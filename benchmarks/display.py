@@ -48,6 +48,8 @@ class BusyExecutor:
             self._matrix @ self._matrix
         return CompletedStep(StepResult([batch.step % 1000] * sum(batch.is_sampled), None, STEP_S * 1e3))
 
+    def discard(self) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -70,6 +70,8 @@ class ScriptedExecutor:
                 state.tokens.append(sampled[-1])
         return CompletedStep(StepResult(sampled, [TokenLogprobs(t, -0.5, [(t, -0.5)]) for t in sampled], 0.1))
 
+    def discard(self) -> None: ...
+
     def close(self) -> None:
         pass
 

@@ -76,6 +76,8 @@ class ThreadRanks:
         assert all(result.logprobs is None for result in results[1:])  # only rank 0 reports
         return CompletedStep(results[0])
 
+    def discard(self): ...
+
     def close(self):
         self._pool.shutdown()
 

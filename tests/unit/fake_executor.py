@@ -99,5 +99,7 @@ class FakeExecutor:
             assert self.kv[slot] == row.states[position], f"slot {slot} does not hold position {position}"
         return row.states[end - 1]
 
+    def discard(self) -> None: ...
+
     def close(self) -> None:
         pass

@@ -77,6 +77,10 @@ class Executor(Protocol):
 
     def submit(self, batch: ScheduledBatch) -> StepHandle: ...
 
+    def discard(self) -> None:
+        """Forget every step that was submitted and whose result nobody will ask for; it still runs to its end."""
+        ...
+
     def close(self) -> None: ...
 
 

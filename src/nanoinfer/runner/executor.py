@@ -48,6 +48,9 @@ class LocalExecutor:
         except Exception as error:
             return FailedStep(error)
 
+    def discard(self) -> None:
+        """Nothing waits for a handle here."""
+
     def close(self) -> None:
         """Drop the runner, and with it weights, pool and graphs; on CUDA their memory goes back to the device."""
         self._runner = None

@@ -38,20 +38,24 @@ class ParallelExecutor:
             return FailedStep(self._failure)
         with self._watch.uninterrupted():
             try:
-                self._watch.begin()
+                self._watch.begin(batch.step)
                 self._ranks.send(STEP, encode_batch(batch))
-                return _Step(self, self._runner.launch(batch))
+                return _Step(self, batch.step, self._runner.launch(batch))
             except Exception as error:
                 return FailedStep(self.fail(error))
 
-    def finish(self, handle: StepHandle) -> StepResult:
-        """The result of a launched step; raises what really went wrong if it failed."""
+    def finish(self, step: int, handle: StepHandle) -> StepResult:
+        """The result of step number `step`; raises what really went wrong if it failed."""
         try:
             result = handle.result()
         except EngineError as error:
             raise self.fail(error) from None
-        self._watch.end()
+        self._watch.end(step)
         return result
+
+    def discard(self) -> None:
+        """The steps under way go on, on all ranks, but are no longer expected to end within the time-out."""
+        self._watch.discard()
 
     def fail(self, error: Exception) -> EngineError:
         """End the other ranks, and return what to raise from now on."""
@@ -80,9 +84,10 @@ class ParallelExecutor:
 class _Step:
     """A step under way on all ranks."""
 
-    def __init__(self, executor: ParallelExecutor, handle: StepHandle) -> None:
+    def __init__(self, executor: ParallelExecutor, step: int, handle: StepHandle) -> None:
         self._executor = executor
+        self._step = step
         self._handle = handle
 
     def result(self) -> StepResult:
-        return self._executor.finish(self._handle)
+        return self._executor.finish(self._step, self._handle)

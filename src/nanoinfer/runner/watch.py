@@ -6,12 +6,12 @@ for a rank that is dead for as long as it takes. So the watch ends the operation
 
 from __future__ import annotations
 
+import math
 import select
 import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +32,8 @@ class Watch:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._abort = abort
-        self._began: deque[float] = deque()  # when the steps under way were launched
+        # When each step under way was launched, by its number. Replaced and never changed, since the thread reads it.
+        self._began: dict[int, float] = {}
         self._wake, self._awake = socket.socketpair()
         # The system's own signal handler writes a byte here for every signal, whatever the main thread is doing.
         self._signals, self._signals_end = socket.socketpair()
@@ -43,13 +44,17 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="nanoinfer-watch", daemon=True)
         self._thread.start()
 
-    def begin(self) -> None:
-        """A step is launched."""
-        self._began.append(time.monotonic())
+    def begin(self, step: int) -> None:
+        """Step number `step` is launched."""
+        self._began = {**self._began, step: time.monotonic()}
 
-    def end(self) -> None:
-        """The oldest step has its result."""
-        self._began.popleft()
+    def end(self, step: int) -> None:
+        """This step has its result, and all before it have run, even if nobody asked for theirs."""
+        self._began = {number: began for number, began in self._began.items() if number > step}
+
+    def discard(self) -> None:
+        """Nobody will ask for the result of what is under way now."""
+        self._began = {}
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -112,7 +117,7 @@ class Watch:
                     poller.unregister(fd)
                 ranks -= told
                 self._trip()
-            if self._began and time.monotonic() - self._began[0] > self._timeout_s:
+            if time.monotonic() - min(self._began.values(), default=math.inf) > self._timeout_s:
                 self._trip()
 
     def _trip(self) -> None:
