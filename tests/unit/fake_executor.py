@@ -50,6 +50,7 @@ class FakeExecutor:
         self.batches: list[ScheduledBatch] = []
         self.computed_tokens = 0
         self.fail_at: int | None = None
+        self.num_discards = 0
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         if self.fail_at == batch.step:
@@ -99,7 +100,8 @@ class FakeExecutor:
             assert self.kv[slot] == row.states[position], f"slot {slot} does not hold position {position}"
         return row.states[end - 1]
 
-    def discard(self) -> None: ...
+    def discard(self) -> None:
+        self.num_discards += 1
 
     def close(self) -> None:
         pass

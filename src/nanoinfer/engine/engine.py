@@ -219,6 +219,7 @@ class LLMEngine:
 
     def _recover(self) -> None:
         self._in_flight.clear()
+        self._executor.discard()
         samples = [sample for request in self._requests.values() for sample in request.samples]
         self.scheduler.rewind(s.seq for s in samples if s.seq.status is not SequenceStatus.FINISHED)
         self._to_deliver = deque(s.seq for s in samples if s.seq.status is SequenceStatus.FINISHED and not s.is_done)
