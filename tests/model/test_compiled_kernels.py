@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import setuptools  # noqa: F401  (torch.compile imports it, which fails after some other tests; collecting comes before all)
 import torch
 
 from nanoinfer.kernels import compiled_set

@@ -138,6 +138,24 @@ def test_an_event_without_a_step_does_not_shorten_the_step_under_way() -> None:
     assert step.step_ms > 1e3 * (step.time - idle.time)
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_step_under_way_when_the_last_request_ends_does_not_become_a_long_one(aborted: bool) -> None:
+    """It stayed until the next request came, and then seemed to have taken all the time that a person thought."""
+    clock = Ticks()
+    tokens = expected_tokens([1, 2], 3, VOCAB)
+    engine, executor = make_engine(overlap=True, eos=frozenset([tokens[1]]), clock=clock)
+    events = engine.events.subscribe()
+    engine.add_request("a", [1, 2], greedy(9))
+    for _ in range(2 if aborted else 9):
+        engine.step()
+    engine.abort("a")
+    assert executor.num_discards == 1
+    clock.now += 1000
+    engine.add_request("b", [5], greedy(1))
+    run(engine)
+    assert max(event.step_ms for event in events.drain()) < 100e3
+
+
 def test_cached_tokens_are_reported_per_request_and_per_step() -> None:
     engine, _ = make_engine(block_size=4)
     subscription = engine.events.subscribe()
