@@ -11,7 +11,6 @@ from fake_executor import FakeExecutor, expected_tokens
 from nanoinfer.engine.batch import ScheduledBatch, StepHandle, StepResult
 from nanoinfer.engine.detokenizer import IncrementalDetokenizer
 from nanoinfer.engine.engine import LLMEngine
-from nanoinfer.engine.events import EventStream
 from nanoinfer.engine.outputs import OutputDelta
 
 
@@ -210,17 +209,16 @@ def test_a_token_counts_from_when_its_id_has_arrived(overlap: bool) -> None:
     assert (timing.ttft_ms, timing.e2e_ms) == (5000.0, 15000.0)
 
 
-def test_a_slow_consumer_loses_its_oldest_events_and_never_stops_the_engine() -> None:
+def test_every_subscription_hears_every_event_until_it_ends() -> None:
     engine, _ = make_engine()
-    slow, fast = engine.events.subscribe(maxlen=2), engine.events.subscribe()
+    first, second = engine.events.subscribe(), engine.events.subscribe()
     engine.add_request("a", [1], greedy(6))
     run(engine)
-    assert len(fast.drain()) == 6
-    assert slow.dropped == 4
-    assert [event.step for event in slow.drain()] == [4, 5]
-    stream = EventStream()
-    subscription = stream.subscribe()
-    stream.unsubscribe(subscription)
+    assert [event.step for event in first.drain()] == list(range(6))
+    engine.events.unsubscribe(first)
+    engine.add_request("b", [2], greedy(3))
+    run(engine)
+    assert (len(first.drain()), len(second.drain())) == (0, 9)
 
 
 def test_results_are_keyed_by_request_over_several_calls() -> None:

@@ -172,12 +172,11 @@ def test_goodput_counts_what_kept_every_slo_over_all_that_was_attempted() -> Non
         finished(0.1, 0.15, reason="length"),  # good
         slos="ttft:200 tpot:100",
     )
-    metrics.refused += 1
     snapshot = metrics.snapshot()
-    assert (snapshot.succeeded, snapshot.failed, snapshot.aborted) == (5, 2, 1)
+    assert (snapshot.succeeded, snapshot.failed, snapshot.aborted) == (5, 1, 1)
     goodput = snapshot.goodput
-    assert (goodput.good, goodput.attempted, goodput.met) == (3, 8, (4, 4))
-    assert goodput.attainment == 3 / 8
+    assert (goodput.good, goodput.attempted, goodput.met) == (3, 7, (4, 4))
+    assert goodput.attainment == 3 / 7
     assert goodput.per_second == pytest.approx(0.3)
 
 
@@ -249,6 +248,14 @@ def test_totals_of_the_run() -> None:
     assert (snapshot.blocks_active, snapshot.blocks_cached, snapshot.blocks_free) == (7, 2, 1)
     assert snapshot.peak_blocks_active == 9
     assert snapshot.window == run
+
+
+def test_requests_that_end_between_steps_do_not_lower_the_mean_step_time() -> None:
+    metrics = Metrics()
+    metrics.observe(event(1.0, step_ms=20.0, emitted=(("a", 1),)))
+    metrics.observe(event(1.5, kind="idle", finished=(finished(1.0, reason="abort"),)))
+    snapshot = metrics.snapshot()
+    assert (snapshot.run.steps, snapshot.run.step_ms, snapshot.aborted) == (1, 20.0, 1)
 
 
 def test_snapshot_before_the_first_step_is_empty() -> None:

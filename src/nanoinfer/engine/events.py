@@ -95,13 +95,10 @@ class StepEvent:
 class Subscription:
     """A consumer's own queue of events. Safe to fill in one thread and drain in another."""
 
-    def __init__(self, maxlen: int | None) -> None:
-        self._queue: deque[StepEvent] = deque(maxlen=maxlen)
-        self.dropped = 0
+    def __init__(self) -> None:
+        self._queue: deque[StepEvent] = deque()
 
     def push(self, event: StepEvent) -> None:
-        if self._queue.maxlen is not None and len(self._queue) == self._queue.maxlen:
-            self.dropped += 1
         self._queue.append(event)
 
     def drain(self) -> list[StepEvent]:
@@ -113,13 +110,13 @@ class Subscription:
 
 
 class EventStream:
-    """Fans each StepEvent out to the subscriptions; a slow consumer with a bounded queue loses its oldest events."""
+    """Fans each StepEvent out to the subscriptions, where it waits until its consumer has time."""
 
     def __init__(self) -> None:
         self._subscriptions: list[Subscription] = []
 
-    def subscribe(self, maxlen: int | None = None) -> Subscription:
-        subscription = Subscription(maxlen)
+    def subscribe(self) -> Subscription:
+        subscription = Subscription()
         self._subscriptions.append(subscription)
         return subscription
 

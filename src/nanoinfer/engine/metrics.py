@@ -43,7 +43,8 @@ class Latencies:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over the steps of a span of time that is `seconds` long."""
+    """Sums over the steps of a span of time that is `seconds` long. Idle events, which say that requests ended between
+    two steps, add what they have but are no steps."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -60,7 +61,7 @@ class Totals:
     step_ms: float = 0.0
 
     def add(self, event: StepEvent) -> None:
-        self.steps += 1
+        self.steps += event.kind != "idle"
         self.graph_steps += event.used_graph
         self.prefill_tokens += event.prefill_tokens
         self.decode_tokens += event.decode_tokens
@@ -155,8 +156,6 @@ class Metrics:
         self.slos = tuple(slos)
         self.sequences: list[SequenceMetrics] = []
         """Every sequence that has ended, in order."""
-        self.refused = 0
-        """Requests that the engine never took: they count as attempted and failed. For the caller to add to."""
         self._window_s = window_s
         self._before_window = Totals()
         self._start: float | None = None
@@ -232,13 +231,12 @@ class Metrics:
         recent.seconds = min(elapsed, now - this_second + recent_s)
         window.seconds = min(elapsed, now - this_second + self._window_s)
         run.seconds = elapsed
-        failed = self._reasons.get("error", 0) + self.refused
         return MetricsSnapshot(
             time=now,
             running=last.running if last else 0,
             waiting=last.waiting if last else 0,
             succeeded=sum(self._reasons.get(reason, 0) for reason in SUCCESS),
-            failed=failed,
+            failed=self._reasons.get("error", 0),
             aborted=self._reasons.get("abort", 0),
             blocks_active=last.blocks_active if last else 0,
             blocks_cached=last.blocks_cached if last else 0,
@@ -251,7 +249,7 @@ class Metrics:
             decode_history=self._history("decode_tokens", this_second),
             goodput=Goodput(
                 slos=self.slos,
-                attempted=sum(self._reasons.values()) + self.refused,
+                attempted=sum(self._reasons.values()),
                 good=self._good,
                 met=tuple(self._met),
                 per_second=self._good / elapsed if elapsed > 0 else 0.0,
