@@ -52,7 +52,7 @@ class LLM:
         from nanoinfer.engine.engine import LLMEngine
         from nanoinfer.engine.scheduler import Scheduler
         from nanoinfer.loading import silent
-        from nanoinfer.loading.folder import read_eos_token_ids, read_generation_config, read_model_config
+        from nanoinfer.loading.folder import read_generation_config, read_model_config
         from nanoinfer.loading.resolve import resolve_model
         from nanoinfer.runner.wake_gpu import wake_gpu
 
@@ -87,7 +87,7 @@ class LLM:
             self._executor,
             make_detokenizer=self.tokenizer.detokenizer if self.tokenizer is not None else None,
             vocab_size=model_config.vocab_size,
-            eos_token_ids=frozenset(read_eos_token_ids(source.folder)),
+            eos_token_ids=_eos_token_ids(source.folder, self.tokenizer),
             max_model_len=plane.max_model_len,
             seed=config.seed,
             overlap=plane.overlap,
@@ -331,6 +331,13 @@ def _open_data_plane(
         from nanoinfer.runner.executor import LocalExecutor
 
         plane = build_data_plane(
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Every id that ends a sequence, whichever of the model's files names it: published ones disagree."""
+    from nanoinfer.loading.folder import read_eos_token_ids
+
+    return frozenset({*read_eos_token_ids(folder), *(tokenizer.eos_token_ids if tokenizer is not None else ())})
+
+
             config,
             model_config,
             _resolve_device(config),

@@ -209,7 +209,7 @@ def test_chat_ids_equal_transformers_and_get_no_second_bos(
     text, ids = pair.tokenizer.encode_chat(chat, **options)
     assert text == pair.reference.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert ids == pair.reference.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert pair.tokenizer.bos_token_id is None or ids.count(pair.tokenizer.bos_token_id) == 1
+    assert pair.reference.bos_token_id is None or ids.count(pair.reference.bos_token_id) == 1
 
 
 def test_special_tokens_of_a_message_stay_text_in_every_family(pair: Pair) -> None:
@@ -243,7 +243,7 @@ def test_any_text_streams_exactly_after_any_prompt(pair: Pair, data: st.DataObje
 def test_bos_is_added_as_tokenizer_json_says(tmp_path: Path, family: str, flag: bool) -> None:
     pair = Pair(family, tmp_path, add_bos_token=flag)
     assert pair.tokenizer.encode("Hello") == pair.reference("Hello")["input_ids"]
-    assert (pair.tokenizer.encode("Hello")[0] == pair.tokenizer.bos_token_id) == (family != "qwen2")
+    assert (pair.tokenizer.encode("Hello")[0] == pair.reference.bos_token_id) == (family != "qwen2")
 
 
 def test_file_limits_on_length_and_padding_do_not_apply(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_special_tokens_that_the_model_does_not_have_are_not_added(tmp_path: Pat
     config = _gpt2(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "[PAD]"}))
     tokenizer = Tokenizer.from_folder(tmp_path)
-    assert max(tokenizer.encode("a[PAD]")) < tokenizer.vocab_size
+    assert not any(map(tokenizer.is_special, tokenizer.encode("a[PAD]")))
     assert tokenizer.decode(tokenizer.encode("a[PAD]")) == "a[PAD]"
 
 

@@ -32,11 +32,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template.
-
-    vocab_size counts the tokenizer's own entries; a model's embedding is often padded beyond it. eos_token_ids are
-    those that the tokenizer names (the model's configuration may name more).
-    """
+    """A model's tokenizer and chat template. `eos_token_ids` are those that the tokenizer names; the model's
+    configuration may name more."""
 
     def __init__(
         self,
@@ -58,9 +55,7 @@ class Tokenizer:
         self._special = _special_tokens(backend)
         self._special_ids = frozenset(self._special.values())
         self._template_source = chat_template
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self.bos_token_id = self._named_id("bos_token")
-        eos = self._named_id("eos_token")
+        eos = self._special.get(self._named.get("eos_token", ""))
         self.eos_token_ids = () if eos is None else (eos,)
 
     @classmethod
@@ -89,9 +84,6 @@ class Tokenizer:
             more_special=[text for text in map(_token_text, more) if text is not None],
             chat_template=template,
         )
-
-    def _named_id(self, name: str) -> int | None:
-        return self._special.get(self._named.get(name, ""))
 
     # ---------------------------------------------------------------- encoding
 
