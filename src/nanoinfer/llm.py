@@ -112,7 +112,7 @@ class LLM:
         prompts is refused (RequestError); an exception or interrupt leaves none of these requests behind.
         """
         prompts = _as_list(prompts)
-        params = sampling_params or self.default_sampling
+        params = self.default_sampling if sampling_params is None else sampling_params
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
@@ -176,7 +176,7 @@ class LLM:
         if request_id is None:
             request_id = self._new_id()
         text, token_ids = self.encode(prompt, template_options)
-        sampling = sampling_params or self.default_sampling
+        sampling = self.default_sampling if sampling_params is None else sampling_params
         self._engine.add_request(request_id, token_ids, sampling, prompt=text, stream=stream)
         return request_id
 

@@ -7,7 +7,7 @@ import torch
 from test_parity import FAMILIES, NEW_TOKENS, greedy, randomise
 from transformers import AutoModelForCausalLM
 
-from nanoinfer import LLM, ConfigError, SamplingParams
+from nanoinfer import LLM, ConfigError, EngineConfig, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
@@ -122,7 +122,12 @@ def test_streams_may_interleave_and_end_early(case):
 
 def test_options_that_would_be_ignored_are_refused(case):
     folder, prompts, _ = case
-    with LLM(str(folder), device="cpu", num_blocks=64) as llm, pytest.raises(ConfigError, match="chat template"):
-        llm.generate(prompts[:1], GREEDY, template_options={"enable_thinking": True})
+    with LLM(EngineConfig(model=str(folder), device="cpu", num_blocks=64)) as llm:
+        with pytest.raises(ConfigError, match="2 prompts but 0 sampling parameters"):
+            llm.generate(prompts[:2], [])
+        with pytest.raises(ConfigError, match="chat template"):
+            llm.generate(prompts[:1], GREEDY, template_options={"enable_thinking": True})
     with pytest.raises(ConfigError, match="did you mean 'num_blocks'"):
         LLM(str(folder), num_block=3)
+    with pytest.raises(ConfigError, match="both given"):
+        LLM(EngineConfig(model=str(folder)), num_blocks=3)
