@@ -53,10 +53,12 @@ class EngineConfig:
 
     `max_num_batched_tokens` counts prefill and decode tokens of one step; `max_model_len` counts prompt and output
     tokens of one sequence; `num_blocks` overrides the KV budget; `kv_memory` is that budget in bytes; `tp_timeout` is
-    how many seconds the ranks of tensor parallelism wait for each other.
+    how many seconds the ranks of tensor parallelism wait for each other. `model_named` is no option but says who named
+    `model`, for the line that says which model was chosen and why.
     """
 
     model: str | None = None
+    model_named: str = "as asked for"
     revision: str | None = None
     load_format: LoadFormat = "auto"
     dtype: DtypeChoice = "auto"
@@ -107,7 +109,7 @@ class EngineConfig:
             _check(value in get_args(choices), name, value, "one of " + ", ".join(get_args(choices)))
         for name in ("enable_prefix_caching", "enforce_eager"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
-        for name in ("model", "revision"):
+        for name in ("model", "model_named", "revision"):
             value = getattr(self, name)
             _check(value is None or isinstance(value, str), name, value, "text")
         _check(isinstance(self.device, str), "device", self.device, "auto, cpu, cuda or cuda:N")

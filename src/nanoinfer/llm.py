@@ -36,7 +36,8 @@ _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 
 class LLM:
-    """A model ready to generate. `options` are the fields of EngineConfig, the long names of the command line.
+    """A model ready to generate. `options` are the fields of EngineConfig, the long names of the command line; `model`
+    may also be an EngineConfig, which then says everything.
 
     A prompt is text (encoded as it is), token ids, or a conversation of {"role", "content"} messages (through the
     model's chat template). Raises ConfigError for an unknown option, ModelError and MemoryBudgetError before anything
@@ -47,7 +48,9 @@ class LLM:
     `notify(stage, done, total)` hears of download, import and load, in bytes.
     """
 
-    def __init__(self, model: str | None = None, *, notify: Notify | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | EngineConfig | None = None, *, notify: Notify | None = None, **options: Any
+    ) -> None:
         from nanoinfer.engine.block_manager import BlockManager
         from nanoinfer.engine.engine import LLMEngine
         from nanoinfer.engine.scheduler import Scheduler
@@ -56,14 +59,17 @@ class LLM:
         from nanoinfer.loading.resolve import resolve_model
         from nanoinfer.runner.wake_gpu import wake_gpu
 
-        config = EngineConfig.from_options({"model": model, **options})
+        config = _config_of(model, options)
         notify = notify or silent
         source = resolve_model(
             config.model,
+            named=config.model_named,
             revision=config.revision,
             load_format=config.load_format,
-            # Only the shape for random weights depends on the device: a wrong path is told before torch is imported.
-            device_is_gpu=config.load_format == "dummy" and _resolve_device(config).type == "cuda",
+            # Only which shape gets random weights depends on it: a wrong path is told before torch is imported.
+            device_is_gpu=config.model is None
+            and config.load_format == "dummy"
+            and _resolve_device(config).type == "cuda",
             notify=notify,
         )
         wake_gpu(config.device)
@@ -305,6 +311,14 @@ class TokenStream:
         self.close()
 
 
+def _config_of(model: str | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+    if not isinstance(model, EngineConfig):
+        return EngineConfig.from_options({"model": model, **options})
+    if options:
+        raise ConfigError(f"an EngineConfig and options are both given ({', '.join(options)}); give one of them.")
+    return model
+
+
 def _resolve_device(config: EngineConfig) -> torch.device:
     from nanoinfer.runner.build import resolve_device
 
@@ -315,6 +329,13 @@ def _open_tokenizer(folder: Path) -> Tokenizer:
     from nanoinfer.engine.tokenizer import Tokenizer
 
     return Tokenizer.from_folder(folder)
+
+
+def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Every id that ends a sequence, whichever of the model's files names it: published ones disagree."""
+    from nanoinfer.loading.folder import read_eos_token_ids
+
+    return frozenset({*read_eos_token_ids(folder), *(tokenizer.eos_token_ids if tokenizer is not None else ())})
 
 
 def _open_data_plane(
@@ -331,13 +352,6 @@ def _open_data_plane(
         from nanoinfer.runner.executor import LocalExecutor
 
         plane = build_data_plane(
-def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Every id that ends a sequence, whichever of the model's files names it: published ones disagree."""
-    from nanoinfer.loading.folder import read_eos_token_ids
-
-    return frozenset({*read_eos_token_ids(folder), *(tokenizer.eos_token_ids if tokenizer is not None else ())})
-
-
             config,
             model_config,
             _resolve_device(config),

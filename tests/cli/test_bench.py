@@ -213,6 +213,7 @@ def test_a_workload_that_does_not_fit_is_refused(nanoinfer: Program) -> None:
 def test_what_is_measured_without_a_model(given: dict[str, Any], model: str | None, load_format: str) -> None:
     chosen = default_model(EngineConfig(**given))
     assert (chosen.model, chosen.load_format) == (model, load_format)
+    assert (chosen.model_named == "built in, because no model was named") == (model == "smollm2")
 
 
 # -- the open loop, on a clock of its own ------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ def test_engine_options_reach_the_engine(nanoinfer: Program) -> None:
 
 def test_every_engine_option_has_a_flag(nanoinfer: Program) -> None:
     help_text = nanoinfer("generate", "--help").out
-    for field in fields(EngineConfig):
-        assert f"--{field.name.replace('_', '-')}" in help_text
+    for name in {field.name for field in fields(EngineConfig)} - {"model_named"}:
+        assert f"--{name.replace('_', '-')}" in help_text
 
 
 @pytest.mark.parametrize("arguments", [("m1", "-m", "m1"), ("m1",), ("-m", "m1"), ("--model", "m1")])
@@ -121,14 +121,16 @@ def test_flag_before_environment_before_file_before_default(
     nanoinfer("generate", "flag", "-p", "x", "--max-num-seqs", "6")
     config = nanoinfer.llm.config
     assert (config.model, config.max_num_seqs, config.tensor_parallel_size, config.block_size) == ("flag", 6, 2, 32)
-    assert config.dtype == "auto"
+    assert (config.dtype, config.model_named) == ("auto", "as asked for")
     assert nanoinfer.llm.submitted[0][1].temperature == 0.5
     nanoinfer("generate", "-p", "x")
     assert (nanoinfer.llm.config.model, nanoinfer.llm.config.max_num_seqs) == ("environment", 5)
+    assert nanoinfer.llm.config.model_named == "from NANOINFER_MODEL"
     monkeypatch.delenv("NANOINFER_MODEL")
     monkeypatch.delenv("NANOINFER_MAX_NUM_SEQS")
     nanoinfer("generate", "-p", "x")
     assert (nanoinfer.llm.config.model, nanoinfer.llm.config.max_num_seqs) == ("file", 3)
+    assert nanoinfer.llm.config.model_named == "from the configuration file"
     nanoinfer("chat", "-p", "x")
     assert nanoinfer.llm.config.max_num_seqs == 4
 
@@ -232,7 +234,8 @@ NO_TORCH = "assert 'torch' not in sys.modules, 'torch was imported'"
 @pytest.mark.parametrize(
     "arguments",
     [("--help",), ("bench", "--help"), ("generate", "--max-num-seqs", "0"), ("generate", "-p", ""),
-     ("generate", "-f", "/dev/null"), ("bench", "--goodput", "x:1")],
+     ("generate", "-f", "/dev/null"), ("bench", "--goodput", "x:1"),
+     ("generate", "-m", "./none", "--load-format", "dummy", "-p", "x")],
 )  # fmt: skip
 def test_nothing_that_is_refused_or_only_told_imports_torch(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, code=NO_TORCH)

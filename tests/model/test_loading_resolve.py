@@ -22,7 +22,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from nanoinfer.errors import ModelError
-from nanoinfer.loading import builtin, hub
+from nanoinfer.loading import builtin, hub, resolve
 from nanoinfer.loading.builtin import smollm2_folder
 from nanoinfer.loading.folder import read_generation_config, read_model_config
 from nanoinfer.loading.hub import fetch_model
@@ -37,6 +37,7 @@ def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NANOINFER_MODEL", raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    resolve._default.cache_clear()
     monkeypatch.chdir(tmp_path)
 
 
@@ -73,7 +74,7 @@ def refusal(model: str | None = None, **options: Any) -> str:
 
 def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "My-Model")
-    expected = ModelSource(folder, "My-Model", "My-Model, as asked for", has_weights=True, has_tokenizer=False)
+    expected = ModelSource(folder, "My-Model", "My-Model, as asked for", has_tokenizer=False)
     assert resolve_model(str(folder)) == expected
     (folder / "tokenizer.json").touch()
     assert resolve_model(str(folder)).has_tokenizer
@@ -87,14 +88,14 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_gguf_file_is_imported(tmp_path: Path) -> None:
     source = resolve_model(str(write_tiny(tmp_path / "tiny.Q4.gguf")))
-    assert (source.name, source.has_weights, source.has_tokenizer) == ("tiny.Q4", True, False)
+    assert (source.name, source.has_tokenizer) == ("tiny.Q4", False)
     assert read_model_config(source.folder).hidden_size == 256
 
 
 def test_a_folder_without_weights_is_refused_unless_dummy(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", weights=False)
     assert "holds no weights" in refusal(str(folder))
-    assert resolve_model(str(folder), load_format="dummy").has_weights is False
+    assert resolve_model(str(folder), load_format="dummy").folder == folder
 
 
 def test_a_folder_that_is_no_model_says_so(tmp_path: Path) -> None:
@@ -121,13 +122,27 @@ def test_a_mistyped_path_is_not_taken_for_a_hub_model(tmp_path: Path, monkeypatc
 # -- the order of choice
 
 
-def test_the_environment_comes_before_the_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third = (str(make_model(tmp_path / name)) for name in ("first", "second", "third"))
+def test_the_environment_comes_before_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (str(make_model(tmp_path / name)) for name in ("first", "second"))
+    monkeypatch.setattr(builtin, "smollm2_folder", lambda notify: Path(second))
     monkeypatch.setenv("NANOINFER_MODEL", second)
-    assert resolve_model(first, configured=third).reason == "first, as asked for"
-    assert resolve_model(None, configured=third).reason == "second, from NANOINFER_MODEL"
+    assert resolve_model(first).reason == "first, as asked for"
+    assert resolve_model(first, named="from a friend").reason == "first, from a friend"
+    assert resolve_model(None).reason == "second, from NANOINFER_MODEL"
     monkeypatch.setenv("NANOINFER_MODEL", "")
-    assert resolve_model(None, configured=third).reason == "third, from the configuration file"
+    assert resolve_model(None).reason.startswith("SmolLM2-135M-Instruct, built in")
+
+
+def test_the_default_is_decided_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts were checked against one model and run on another, where the hub answered only once."""
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "hub_answers", lambda repo, seconds: bool(asked.append(repo)))
+    monkeypatch.setattr(builtin, "smollm2_folder", lambda notify: make_model(tmp_path / f"built-in-{len(asked)}"))
+    assert resolve_model().name == "SmolLM2-135M-Instruct"
+    monkeypatch.setattr(hub, "hub_answers", lambda repo, seconds: True)
+    monkeypatch.setattr(builtin, "smollm2_folder", lambda notify: tmp_path / "built-in-1")
+    assert resolve_model().name == "SmolLM2-135M-Instruct"
+    assert asked == [DEFAULT_MODEL]
 
 
 def test_the_default_is_used_from_the_hub_cache(tmp_path: Path) -> None:
@@ -159,7 +174,7 @@ def test_a_hub_that_does_not_answer_costs_its_patience_only(monkeypatch: pytest.
 
 def test_random_weights_without_a_model_take_a_shape_for_the_device() -> None:
     gpu = resolve_model(load_format="dummy", device_is_gpu=True)
-    assert (gpu.name, gpu.has_weights, gpu.has_tokenizer) == ("qwen3-0.6b", False, False)
+    assert (gpu.name, gpu.has_tokenizer) == ("qwen3-0.6b", False)
     assert read_model_config(gpu.folder).num_parameters() == 596_049_920
     small = read_model_config(resolve_model(load_format="dummy").folder)
     assert small.num_parameters() < 50_000_000
@@ -199,9 +214,9 @@ def test_a_cached_hub_model_is_found_through_hf_home_offline(tmp_path: Path) -> 
 
 
 def test_an_incomplete_snapshot_offline_is_a_clear_error(tmp_path: Path) -> None:
-    make_hub_model(tmp_path, "org/name", weights=False)
+    snapshot = make_hub_model(tmp_path, "org/name", weights=False)
     assert "offline mode is on" in refusal("org/name")
-    assert resolve_model("org/name", load_format="dummy").has_weights is False
+    assert resolve_model("org/name", load_format="dummy").folder == snapshot
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -27,8 +27,9 @@ from nanoinfer.cli.workloads import check_fits
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.latency import parse_slos
 from nanoinfer.errors import UserError
+from nanoinfer.loading.resolve import BUILTIN_MODEL
 
-BUILTIN_MODEL, BUILTIN_HEADS = "smollm2", 9
+BUILTIN_HEADS = 9  # of BUILTIN_MODEL
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def default_model(engine: EngineConfig) -> EngineConfig:
         return engine
     if _on_gpu(engine.device) or BUILTIN_HEADS % engine.tensor_parallel_size:
         return replace(engine, load_format="dummy")
-    return replace(engine, model=BUILTIN_MODEL)
+    return replace(engine, model=BUILTIN_MODEL, model_named="built in, because no model was named")
 
 
 def _on_gpu(device: str) -> bool:

@@ -31,6 +31,9 @@ ThinkingDisplay = Literal["show", "hide"]
 OnError = Literal["record", "skip", "fail"]
 Order = Literal["input", "completion"]
 
+# Who named the model, by the source that typer names; anything else is the command line.
+_MODEL_NAMED = {"ENVIRONMENT": "from NANOINFER_MODEL", "DEFAULT_MAP": "from the configuration file"}
+
 
 def thinking_options(think: ThinkChoice) -> dict[str, Any]:
     """The chat template's variables for --think; auto leaves the choice to the template."""
@@ -125,14 +128,15 @@ def engine_options(
     kernels: Annotated[KernelChoice, _engine("--kernels", help="Kernel set.")] = "auto",
     seed: Annotated[int, _engine("--seed", help="Seed of the random numbers.")] = 0,
 ) -> EngineConfig:
+    source = ctx.get_parameter_source("model")
     if model_argument is not None:
         # An environment variable or a config file may name a model as well; only two on the command line contradict.
-        source = ctx.get_parameter_source("model")
         if model is not None and model != model_argument and source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"two models are given, '{model_argument}' and '{model}'; give one of them.")
-        model = model_argument
+        model, source = model_argument, ctx.get_parameter_source("model_argument")
     return EngineConfig(
         model=model,
+        model_named=_MODEL_NAMED.get(source.name if source is not None else "", "as asked for"),
         revision=revision,
         load_format=load_format,
         dtype=dtype,

@@ -28,7 +28,7 @@ def open_llm(config: EngineConfig, notify: Notify) -> LLM:
     """Start the engine. Everything slow, torch above all, is imported here and not before."""
     from nanoinfer.llm import LLM
 
-    return LLM(notify=notify, **asdict(config))
+    return LLM(config, notify=notify)
 
 
 def find_limits(config: EngineConfig) -> PromptLimits | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from nanoinfer.errors import ModelError
 from nanoinfer.loading import Notify, silent
-from nanoinfer.loading.folder import has_weights, weight_files
+from nanoinfer.loading.folder import weight_files
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 BUILTIN_MODEL = "smollm2"
@@ -25,30 +26,27 @@ class ModelSource:
     folder: Path
     name: str
     reason: str
-    has_weights: bool
     has_tokenizer: bool
 
 
 def resolve_model(
     model: str | None = None,
     *,
+    named: str = "as asked for",
     revision: str | None = None,
     load_format: str = "auto",
     device_is_gpu: bool = False,
-    configured: str | None = None,
     notify: Notify = silent,
 ) -> ModelSource:
     """Find, and if needed fetch or import, the model that is meant.
 
-    Without `model`: the environment's NANOINFER_MODEL, then `configured` (from the user's configuration file), then the
-    default. With load_format "dummy" only config.json is needed, and the default is a Qwen3 shape for the device.
-    ModelError if there is no such model, or if its folder is incomplete.
+    `named` says who named `model`. Without one: the environment's NANOINFER_MODEL, then the default. With load_format
+    "dummy" only config.json is needed, and the default is a Qwen3 shape for the device. ModelError if there is no such
+    model, or if its folder is incomplete.
     """
-    why = "as asked for"
+    why = named
     if model is None and os.environ.get("NANOINFER_MODEL"):
         model, why = os.environ["NANOINFER_MODEL"], "from NANOINFER_MODEL"
-    if model is None and configured:
-        model, why = configured, "from the configuration file"
     weights = load_format != "dummy"
     if model is None:
         if revision is not None:
@@ -59,16 +57,19 @@ def resolve_model(
     folder, name = _locate(model, revision, weights, notify)
     if weights:
         weight_files(folder)
-    return ModelSource(folder, name, f"{name}, {why}", has_weights(folder), (folder / "tokenizer.json").exists())
+    return ModelSource(folder, name, f"{name}, {why}", (folder / "tokenizer.json").exists())
 
 
 def _shape(device_is_gpu: bool) -> ModelSource:
     name = "qwen3-0.6b" if device_is_gpu else "qwen3-small"
     reason = f"the {name} shape with random weights, because no model was named"
-    return ModelSource(_SHAPES / name, name, reason, has_weights=False, has_tokenizer=False)
+    return ModelSource(_SHAPES / name, name, reason, has_tokenizer=False)
 
 
+@cache
 def _default() -> tuple[str, str]:
+    """Decided once in a process: prompts are checked against the model that then answers them, and a hub that does not
+    answer is waited for once."""
     from nanoinfer.loading.hub import cached_model, hub_answers
 
     if cached_model(DEFAULT_MODEL) is not None:
