@@ -58,7 +58,7 @@ def complete_sweep(arguments: list[str]) -> list[str]:
 
 def bench(
     session: Session,
-    engine: EngineConfig,
+    config: EngineConfig,
     options: BenchOptions,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the result as JSON, too.")
@@ -85,4 +85,4 @@ def bench(
     if session.display.json and format not in (None, "json"):
         raise UserError(f"--json and --format {format} contradict each other; give one of them.")
     shown: OutputFormat = "json" if session.display.json else format or "table"
-    return run_bench(session, engine, options, Report(shown, output, overwrite, compare))
+    return run_bench(session, config, options, Report(shown, output, overwrite, compare))

@@ -42,7 +42,7 @@ class Report:
     compare: Path | None
 
 
-def run_bench(session: Session, engine: EngineConfig, options: BenchOptions, report: Report) -> int:
+def run_bench(session: Session, config: EngineConfig, options: BenchOptions, report: Report) -> int:
     """Returns the exit code: 4 if fewer requests than asked for kept their limits."""
     if report.compare is not None and options.sweep is not None:
         raise UserError("--compare holds one result against another; leave --sweep out.")
@@ -54,14 +54,14 @@ def run_bench(session: Session, engine: EngineConfig, options: BenchOptions, rep
     monitor = Monitor(session)
     path, overwrite = report.output, report.overwrite
     document = DocumentFile(path, session.console, overwrite=overwrite, inputs=sources) if path is not None else None
-    with session.engine(default_model(engine)) as llm, monitor.watching(llm):
+    with session.llm(default_model(config)) as llm, monitor.watching(llm):
         on_gpu, vocab_size = llm.info.device != "cpu", llm.info.vocab_size
 
         def encode(prompt: Any) -> list[int]:
             return list(llm.encode(prompt)[1])
 
         workload = Workload.decide(options, entries, encode, on_gpu=on_gpu, vocab_size=vocab_size)
-        bench = Bench(session, llm, workload, options, slos, monitor, engine.seed)
+        bench = Bench(session, llm, workload, options, slos, monitor, config.seed)
         stopped: BaseException | None = None
         if options.sweep is not None:
             result, stopped = _sweep(bench)
@@ -75,13 +75,13 @@ def run_bench(session: Session, engine: EngineConfig, options: BenchOptions, rep
     return _exit_code(session, result, options.slo_attainment)
 
 
-def default_model(engine: EngineConfig) -> EngineConfig:
+def default_model(config: EngineConfig) -> EngineConfig:
     """What to measure where no model is named: a real one where that is quick to have, else a shape."""
-    if engine.model is not None or engine.load_format == "dummy":
-        return engine
-    if _on_gpu(engine.device) or BUILTIN_HEADS % engine.tensor_parallel_size:
-        return replace(engine, load_format="dummy")
-    return replace(engine, model=BUILTIN_MODEL, model_named="built in, because no model was named")
+    if config.model is not None or config.load_format == "dummy":
+        return config
+    if _on_gpu(config.device) or BUILTIN_HEADS % config.tensor_parallel_size:
+        return replace(config, load_format="dummy")
+    return replace(config, model=BUILTIN_MODEL, model_named="built in, because no model was named")
 
 
 def _on_gpu(device: str) -> bool:

@@ -49,63 +49,63 @@ class MemoryPlan:
         return self.num_blocks // -(-length // self.block_size)
 
 
-def plan_memory(model: ModelConfig, engine: EngineConfig, memory: int) -> MemoryPlan:
+def plan_memory(model: ModelConfig, config: EngineConfig, memory: int) -> MemoryPlan:
     """The plan for `memory` bytes on each rank. ConfigError if the model cannot be split, MemoryBudgetError with the
     whole budget if nothing is left for KV."""
-    tp = engine.tensor_parallel_size
+    tp = config.tensor_parallel_size
     check_splits(model, tp)
-    dtype = engine.dtype if engine.dtype != "auto" else model.dtype or "bfloat16"
+    dtype = config.dtype if config.dtype != "auto" else model.dtype or "bfloat16"
     width = DTYPE_BYTES[dtype]
     per_token = model.kv_bytes_per_token(width, tp)
-    block_size = engine.block_size or DEFAULT_BLOCK_SIZES[_attention(engine)]
-    usable = int(memory * engine.gpu_memory_utilization)
+    block_size = config.block_size or DEFAULT_BLOCK_SIZES[_attention(config)]
+    usable = int(memory * config.gpu_memory_utilization)
     weights = model.weight_bytes(dtype, tp)
-    activations = activation_estimate(model, engine, width)
+    activations = activation_estimate(model, config, width)
     left = usable - weights - activations - OVERHEAD_ESTIMATE
     num_blocks = max(left, 0) // (per_token * block_size)
-    if engine.num_blocks is not None:
-        num_blocks = engine.num_blocks
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
     if num_blocks < 1:
         raise MemoryBudgetError(
             f"nothing is left for the KV cache: {byte_size(usable)} usable of {byte_size(memory)}, weights "
             f"{byte_size(weights)}, activations about {byte_size(activations)}, overhead about "
             f"{byte_size(OVERHEAD_ESTIMATE)}. Use more memory, a larger --tp or a smaller model."
         )
-    limit = min(model.max_position_embeddings, engine.max_model_len or model.max_position_embeddings)
+    limit = min(model.max_position_embeddings, config.max_model_len or model.max_position_embeddings)
     return MemoryPlan(
         dtype, tp, memory, usable, weights, activations, OVERHEAD_ESTIMATE, per_token, block_size, num_blocks, limit
     )
 
 
-def _attention(engine: EngineConfig) -> str:
+def _attention(config: EngineConfig) -> str:
     """The back end that `auto` becomes where the plan's memory is a GPU's, which it is unless --device says cpu."""
-    if engine.attention != "auto":
-        return engine.attention
-    return "torch" if engine.device == "cpu" else "triton"
+    if config.attention != "auto":
+        return config.attention
+    return "torch" if config.device == "cpu" else "triton"
 
 
-def activation_estimate(model: ModelConfig, engine: EngineConfig, width: int) -> int:
+def activation_estimate(model: ModelConfig, config: EngineConfig, width: int) -> int:
     """Bytes of the largest step's live tensors: the widest layer's for every token, and the sampler's logits."""
-    tp = engine.tensor_parallel_size
+    tp = config.tensor_parallel_size
     per_token = 4 * model.hidden_size + 3 * model.intermediate_size // tp
     per_token += (model.num_heads // tp + 2 * model.kv_heads_per_rank(tp)) * model.head_dim
-    logits = engine.max_num_seqs * model.vocab_size // tp * (width + 2 * 4)  # as computed, and twice in float32
-    return engine.max_num_batched_tokens * per_token * width + logits
+    logits = config.max_num_seqs * model.vocab_size // tp * (width + 2 * 4)  # as computed, and twice in float32
+    return config.max_num_batched_tokens * per_token * width + logits
 
 
-def run_plan(session: Session, engine: EngineConfig, memory: int) -> int:
+def run_plan(session: Session, config: EngineConfig, memory: int) -> int:
     """`inspect-cache --plan`: print what fits `memory` bytes on each GPU; needs only the model's config.json."""
     from nanoinfer.cli.cache_plan_view import plan_as_document, plan_as_text
     from nanoinfer.loading.folder import read_json, read_model_config
     from nanoinfer.loading.resolve import resolve_model
 
-    path = Path(engine.model or "")
+    path = Path(config.model or "")
     if path.suffix == ".json":
         name, model = str(path), ModelConfig.from_dict(read_json(path), source=str(path))
     else:
-        source = resolve_model(engine.model, revision=engine.revision, load_format="dummy", device_is_gpu=True)
+        source = resolve_model(config.model, revision=config.revision, load_format="dummy", device_is_gpu=True)
         name, model = source.name, read_model_config(source.folder)
-    result = plan_memory(model, engine, memory)
+    result = plan_memory(model, config, memory)
     if session.display.json:
         session.show(json.dumps(plan_as_document(name, model, result), indent=2))
     else:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def run_inspection(
-    session: Session, engine: EngineConfig, file: str | None, max_tokens: int, *, top: int, show_text: bool
+    session: Session, config: EngineConfig, file: str | None, max_tokens: int, *, top: int, show_text: bool
 ) -> int:
     """Returns the exit code: 1 if the cache's own invariants are broken, 3 if a line could not run."""
     defaults = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -34,7 +34,7 @@ def run_inspection(
     if not batch.requests:
         raise UserError(f"{batch.name}: no line can run.")
     monitor = Monitor(session)
-    with session.engine(engine) as llm, monitor.watching(llm):
+    with session.llm(config) as llm, monitor.watching(llm):
         from nanoinfer.ui.run_display import RunDisplay
         from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
 
@@ -49,7 +49,7 @@ def run_inspection(
             lambda: Requests(len(batch.requests), totals.done, totals.failed),
         )
         run = BatchRun(
-            llm, list(batch.requests), Discard(), totals, defaults, BatchPolicy({}), window=2 * engine.max_num_seqs
+            llm, list(batch.requests), Discard(), totals, defaults, BatchPolicy({}), window=2 * config.max_num_seqs
         )
         with display, monitor.also(watch.observe, display.observe, after_tick=display.tick):
             run.run(session.interrupts, monitor.tick)

@@ -15,14 +15,14 @@ from nanoinfer.errors import UserError
 from nanoinfer.ui.glyphs import ASCII, UNICODE
 
 
-def report_snapshot(session: Session, engine: EngineConfig, path: Path, *, top: int, show_text: bool) -> int:
+def report_snapshot(session: Session, config: EngineConfig, path: Path, *, top: int, show_text: bool) -> int:
     """Returns the exit code: 1 if the pool's own invariants are broken."""
     snapshot = CacheSnapshot.read(path)
     report, problems = analyse(snapshot), snapshot_problems(snapshot)
     if session.display.json:
         session.show(json.dumps(snapshot_as_document(report, problems, snapshot.engine), indent=2))
     else:
-        decode = _decoder(engine, snapshot) if show_text else None
+        decode = _decoder(config, snapshot) if show_text else None
         look = Look(top, decode, ASCII if session.console.ascii else UNICODE)
         session.show(snapshot_as_text(report, problems, snapshot.engine, look))
     if problems:
@@ -31,16 +31,16 @@ def report_snapshot(session: Session, engine: EngineConfig, path: Path, *, top: 
     return OK
 
 
-def _decoder(engine: EngineConfig, snapshot: CacheSnapshot) -> Decode:
+def _decoder(config: EngineConfig, snapshot: CacheSnapshot) -> Decode:
     """The tokenizer of the model that was named, or else of the snapshot's own; no weights are read."""
     from nanoinfer.engine.tokenizer import Tokenizer
     from nanoinfer.loading.resolve import resolve_model
 
-    model = engine.model or snapshot.engine.get("model")
+    model = config.model or snapshot.engine.get("model")
     if model is None:
         raise UserError("the snapshot does not say which model it is of; name the model for --show-text with -m.")
     try:
-        source = resolve_model(str(model), revision=engine.revision)
+        source = resolve_model(str(model), revision=config.revision)
     except UserError as error:
         raise UserError(f"{error} --show-text needs the model's tokenizer; name its folder with -m.") from error
     if not source.has_tokenizer:

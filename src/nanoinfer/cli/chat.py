@@ -13,7 +13,7 @@ from nanoinfer.config import EngineConfig
 
 def chat(
     session: Session,
-    engine: EngineConfig,
+    config: EngineConfig,
     sampling: SamplingFlags,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System prompt.")] = None,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Answer this and leave.")] = None,
@@ -36,5 +36,5 @@ def chat(
     from nanoinfer.cli.chat_run import ChatOptions, run_chat
 
     return run_chat(
-        session, engine, ChatOptions(sampling.given, system, prompt, think, thinking, markdown, stats, history)
+        session, config, ChatOptions(sampling.given, system, prompt, think, thinking, markdown, stats, history)
     )

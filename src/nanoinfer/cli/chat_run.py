@@ -40,7 +40,7 @@ class ChatOptions:
     history: bool
 
 
-def run_chat(session: Session, engine: EngineConfig, options: ChatOptions) -> int:
+def run_chat(session: Session, config: EngineConfig, options: ChatOptions) -> int:
     """Returns the exit code."""
     if options.prompt is not None and not options.prompt.strip():
         raise UserError("the prompt (-p) is empty; write something.")
@@ -48,7 +48,7 @@ def run_chat(session: Session, engine: EngineConfig, options: ChatOptions) -> in
         raise UserError("--json gives one answer as a document; add the question with -p TEXT.")
     interactive = options.prompt is None and sys.stdin.isatty() and sys.stderr.isatty()
     monitor = Monitor(session)
-    with session.engine(engine) as llm, monitor.watching(llm):
+    with session.llm(config) as llm, monitor.watching(llm):
         tokenizer = _tokenizer_for_chat(session, llm, options.think)
         figures = SnapshotBuilder(llm.info, title="chat", clock=session.services.clock)
         monitor.consumers.append(figures.observe)

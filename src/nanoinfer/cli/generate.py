@@ -14,7 +14,7 @@ from nanoinfer.config import EngineConfig
 
 def generate(
     session: Session,
-    engine: EngineConfig,
+    config: EngineConfig,
     sampling: SamplingFlags,
     file: Annotated[
         str | None,
@@ -72,4 +72,4 @@ def generate(
         think=think,
         profile=profile,
     )
-    return run_generate(session, engine, options)
+    return run_generate(session, config, options)

@@ -50,7 +50,7 @@ class GenerateOptions:
     profile: Path | None
 
 
-def run_generate(session: Session, engine: EngineConfig, options: GenerateOptions) -> int:
+def run_generate(session: Session, config: EngineConfig, options: GenerateOptions) -> int:
     """Returns the exit code. Everything that can be refused is refused before the model is loaded."""
     session.announce("reading the prompts")
     if options.retry_errors and not options.resume:
@@ -59,7 +59,7 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
         raise UserError("--resume and --overwrite contradict each other; give one of them.")
     flags = {"max_tokens": DEFAULT_MAX_TOKENS, **options.sampling}
     batch = read_batch(options.file, options.prompts, SamplingParams.from_options(flags))
-    batch = check_lengths(batch, engine, thinking_options(options.think), session.services.find_limits)
+    batch = check_lengths(batch, config, thinking_options(options.think), session.services.find_limits)
     report_problems(session.console, batch)
     if options.validate_only:
         session.console.clear_status()
@@ -86,7 +86,7 @@ def run_generate(session: Session, engine: EngineConfig, options: GenerateOption
         resume=options.resume and finished is None,
         overwrite=options.overwrite or finished is not None,
     )
-    return _Job(session, engine, options, flags, batch, sink, finished).execute()
+    return _Job(session, config, options, flags, batch, sink, finished).execute()
 
 
 def _refuse_mixed_files(session: Session, batch: Batch, options: GenerateOptions) -> None:
@@ -113,7 +113,7 @@ class _Job:
     def __init__(
         self,
         session: Session,
-        engine: EngineConfig,
+        config: EngineConfig,
         options: GenerateOptions,
         flags: dict[str, Any],
         batch: Batch,
@@ -121,7 +121,7 @@ class _Job:
         finished: Finished | None,
     ) -> None:
         self._session = session
-        self._engine = engine
+        self._config = config
         self._options = options
         self._flags = flags
         self._batch = batch
@@ -173,7 +173,7 @@ class _Job:
                 self._batch,
                 self._keys,
                 sink,
-                parameters_asked_for(self._engine, self._flags, options.think),
+                parameters_asked_for(self._config, self._flags, options.think),
                 retry_errors=options.retry_errors,
             )
             kept = results
@@ -197,10 +197,10 @@ class _Job:
             render = to_plain_text
         if isinstance(self._sink, StreamResults) and self._sink.is_terminal:
             render = harmless(render)
-        with session.engine(self._engine) as llm, monitor.watching(llm):
+        with session.llm(self._config) as llm, monitor.watching(llm):
             base = llm.default_sampling.with_options(self._flags)
             if isinstance(self._sink, ResultsFile):
-                self._begin(self._sink, run_parameters(llm, self._engine, base, options.think))
+                self._begin(self._sink, run_parameters(llm, self._config, base, options.think))
             report_sampling(session.console, llm, base, rest)
             builder = SnapshotBuilder(llm.info, title="generate", clock=session.services.clock)
             builder.expect(rest.sequences(base), rest.mean_limit(base))
@@ -215,9 +215,9 @@ class _Job:
                 one_line=a_person_reads,
             )
             policy = BatchPolicy(
-                self._flags, thinking_options(options.think), options.on_error, options.max_errors, self._engine.seed
+                self._flags, thinking_options(options.think), options.on_error, options.max_errors, self._config.seed
             )
-            window = 2 * self._engine.max_num_seqs
+            window = 2 * self._config.max_num_seqs
             run = BatchRun(llm, rest.entries, self._sink, totals, base, policy, window, render, self._keys)
             started = session.services.clock()
             trace = traced(session, llm, options.profile, "generate", skip=UNTRACED_STEPS)

@@ -14,7 +14,7 @@ from nanoinfer.errors import UserError
 
 def inspect_cache(
     session: Session,
-    engine: EngineConfig,
+    config: EngineConfig,
     file: Annotated[
         str | None, typer.Option("-f", "--file", metavar="FILE", help="Run these prompts and report; - is stdin.")
     ] = None,
@@ -43,7 +43,7 @@ def inspect_cache(
 
         if memory is None:
             raise UserError("--plan needs the memory of one GPU: add --memory 80GiB, for example.")
-        return run_plan(session, engine, memory)
+        return run_plan(session, config, memory)
     if memory is not None:
         raise UserError("--memory belongs to --plan; the pool of a run is set with --kv-memory or --num-blocks.")
     if step is not None and (file is not None or events is None):
@@ -55,7 +55,7 @@ def inspect_cache(
     if file is None and snapshot is not None:
         from nanoinfer.cli.cache_snapshot_file import report_snapshot
 
-        return report_snapshot(session, engine, snapshot, top=top, show_text=show_text)
+        return report_snapshot(session, config, snapshot, top=top, show_text=show_text)
     if file is None and events is not None:
         from nanoinfer.cli.cache_browser import report_events
 
@@ -63,4 +63,4 @@ def inspect_cache(
     session.announce("reading the prompts")
     from nanoinfer.cli.cache_run import run_inspection
 
-    return run_inspection(session, engine, file, max_tokens, top=top, show_text=show_text)
+    return run_inspection(session, config, file, max_tokens, top=top, show_text=show_text)

@@ -27,19 +27,19 @@ class PromptLimits:
     count: Callable[[str | Messages, dict[str, Any]], int] | None
 
 
-def find_limits(engine: EngineConfig) -> PromptLimits | None:
+def find_limits(config: EngineConfig) -> PromptLimits | None:
     """Read a model's context and tokenizer from its folder, fetching it if need be. No torch. None for a model that is
     only a shape. ModelError as when the model is loaded."""
-    if engine.load_format == "dummy":
+    if config.load_format == "dummy":
         return None
     from nanoinfer.engine.tokenizer import Tokenizer
     from nanoinfer.loading.folder import read_model_config
     from nanoinfer.loading.resolve import resolve_model
 
-    source = resolve_model(engine.model, revision=engine.revision)
+    source = resolve_model(config.model, revision=config.revision)
     limit = read_model_config(source.folder).max_position_embeddings
-    if engine.max_model_len is not None:
-        limit = min(limit, engine.max_model_len)
+    if config.max_model_len is not None:
+        limit = min(limit, config.max_model_len)
     if not source.has_tokenizer:
         return PromptLimits(limit, None)
     tokenizer = Tokenizer.from_folder(source.folder)
@@ -51,16 +51,16 @@ def find_limits(engine: EngineConfig) -> PromptLimits | None:
 
 
 def check_lengths(
-    batch: Batch, engine: EngineConfig, options: dict[str, Any], find: Callable[[EngineConfig], PromptLimits | None]
+    batch: Batch, config: EngineConfig, options: dict[str, Any], find: Callable[[EngineConfig], PromptLimits | None]
 ) -> Batch:
     """The batch with every prompt that cannot fit made a BadLine. `options` are the chat template's variables.
 
     Nothing is looked up as long as no prompt could be too long for any model.
     """
-    most_bytes = min(SHORT_BYTES, engine.max_model_len or SHORT_BYTES)
+    most_bytes = min(SHORT_BYTES, config.max_model_len or SHORT_BYTES)
     if all(_most_tokens(request.prompt) < most_bytes for request in batch.requests):
         return batch
-    limits = find(engine)
+    limits = find(config)
     if limits is None:
         return batch
     return replace(batch, entries=[_checked(entry, limits, options) for entry in batch.entries])

@@ -47,20 +47,20 @@ def seed_of(seed: int, key: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{key}".encode()).digest()[:7], "big")
 
 
-def parameters_asked_for(engine: EngineConfig, sampling: Mapping[str, Any], think: ThinkChoice) -> dict[str, Any]:
+def parameters_asked_for(config: EngineConfig, sampling: Mapping[str, Any], think: ThinkChoice) -> dict[str, Any]:
     """Those parameters that are known before the model is loaded."""
-    asked = {**sampling, "seed": engine.seed, "max_model_len": engine.max_model_len, "think": think}
-    return asked if engine.dtype == "auto" else asked | {"dtype": engine.dtype}
+    asked = {**sampling, "seed": config.seed, "max_model_len": config.max_model_len, "think": think}
+    return asked if config.dtype == "auto" else asked | {"dtype": config.dtype}
 
 
-def run_parameters(llm: LLM, engine: EngineConfig, sampling: SamplingParams, think: ThinkChoice) -> dict[str, Any]:
+def run_parameters(llm: LLM, config: EngineConfig, sampling: SamplingParams, think: ThinkChoice) -> dict[str, Any]:
     """All of them. `sampling` holds where a line says nothing else."""
     from nanoinfer.loading.fingerprint import model_fingerprint
 
     return {
         "model": llm.info.model,
         "model_files": model_fingerprint(llm.model_folder),
-        **parameters_asked_for(engine, vars(sampling), think),
+        **parameters_asked_for(config, vars(sampling), think),
         "dtype": llm.info.dtype,
     }
 

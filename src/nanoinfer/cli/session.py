@@ -82,7 +82,7 @@ class Session:
         print(in_ascii(report) if plain else report)
 
     @contextmanager
-    def engine(self, config: EngineConfig) -> Iterator[LLM]:
+    def llm(self, config: EngineConfig) -> Iterator[LLM]:
         """An engine that is closed at the end, with its start-up shown."""
         started = self.services.clock()
         loading = LoadingDisplay(self.console, self.services.clock)
