@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from nanoinfer.cli.durable import put_in_place, sync
-from nanoinfer.cli.output_path import device, is_standard_output, regular_target
+from nanoinfer.cli.output_path import is_standard_output, open_device_or_pipe, regular_target
 from nanoinfer.errors import EngineError, UserError
 from nanoinfer.ui.console import Console
 
@@ -20,7 +20,7 @@ class DocumentFile:
 
     def __init__(self, path: Path, console: Console, *, overwrite: bool, inputs: list[Path]) -> None:
         self._path = path
-        self._stream = sys.stdout.buffer if is_standard_output(path) else device(path, console.say)
+        self._stream = sys.stdout.buffer if is_standard_output(path) else open_device_or_pipe(path, console.say)
         if self._stream is not None:
             return
         self._target = regular_target(path, inputs)

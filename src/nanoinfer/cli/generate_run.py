@@ -17,7 +17,7 @@ from nanoinfer.cli.length_check import check_lengths
 from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.options import OnError, Order, ThinkChoice, thinking_options
 from nanoinfer.cli.output_path import is_standard_output
-from nanoinfer.cli.records import Record, harmless, to_json_line, to_plain_text
+from nanoinfer.cli.records import Record, for_terminal, to_json_line, to_plain_text
 from nanoinfer.cli.result_sink import StreamResults
 from nanoinfer.cli.results_file import ResultsFile, open_results
 from nanoinfer.cli.resume import Finished, finished_output, refuse_other_parameters, resume_command, take_over
@@ -196,7 +196,7 @@ class _Job:
         if a_person_reads and not session.display.json:
             render = to_plain_text
         if isinstance(self._sink, StreamResults) and self._sink.is_terminal:
-            render = harmless(render)
+            render = for_terminal(render)
         with session.llm(self._config) as llm, monitor.watching(llm):
             base = llm.default_sampling.with_options(self._flags)
             if isinstance(self._sink, ResultsFile):

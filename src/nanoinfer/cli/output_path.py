@@ -23,7 +23,7 @@ def is_standard_output(path: Path | None) -> bool:
         return False
 
 
-def device(path: Path, say: Callable[[str], None]) -> BinaryIO | None:
+def open_device_or_pipe(path: Path, say: Callable[[str], None]) -> BinaryIO | None:
     """The open stream if `path` is a pipe or a device, which keep nothing that could be renamed or resumed."""
     try:
         mode = path.stat().st_mode

@@ -26,7 +26,7 @@ _HEADER_START = json.dumps({"format": FORMAT}).removesuffix("}").encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResult:
     """One result in the file; `offset` and `length` are its record's bytes, without a line end."""
 
     key: str
@@ -46,7 +46,7 @@ class PartialFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header: dict[str, Any] | None = None
-        self.results: dict[str, Kept] = {}  # by key
+        self.results: dict[str, StoredResult] = {}  # by key
         self.unreadable = 0  # lines
         self.is_foreign = False  # holds something that no run has written
         self._end = 0  # where the next line goes
@@ -74,11 +74,11 @@ class PartialFile:
         return self.header is not None
 
     def _take_result(self, line: bytes) -> bool:
-        kept = _parse(line.removesuffix(b"\n"), self._end) if self.header is not None else None
-        if kept is None:
+        stored = _parse(line.removesuffix(b"\n"), self._end) if self.header is not None else None
+        if stored is None:
             self.unreadable += 1
             return False
-        self.results[kept.key] = kept
+        self.results[stored.key] = stored
         return True
 
     def start(self, header: Mapping[str, Any]) -> None:
@@ -98,15 +98,15 @@ class PartialFile:
             self._append(b"\n")
         self._sync = GroupSync(self._fd)
 
-    def write(self, key: str, id: str, record: bytes, *, failed: bool) -> Kept:
+    def write(self, key: str, id: str, record: bytes, *, failed: bool) -> StoredResult:
         """Append one result, which survives the end of this process from here on; OSError leaves the file as it was."""
         assert self._sync is not None, "start or go_on comes first"
         start = _prefix(key, id, failed)
-        kept = Kept(key, id, failed, self._end + len(start), len(record))
+        stored = StoredResult(key, id, failed, self._end + len(start), len(record))
         self._append(start + record + b"}\n")
         self._sync.written()
-        self.results[key] = kept
-        return kept
+        self.results[key] = stored
+        return stored
 
     def _append(self, data: bytes) -> None:
         os.lseek(self._fd, self._end, os.SEEK_SET)
@@ -117,13 +117,13 @@ class PartialFile:
             raise
         self._end += len(data)
 
-    def record(self, kept: Kept) -> bytes:
+    def record(self, stored: StoredResult) -> bytes:
         """The bytes of a record."""
-        os.lseek(self._fd, kept.offset, os.SEEK_SET)
+        os.lseek(self._fd, stored.offset, os.SEEK_SET)
         data = bytearray()
-        while len(data) < kept.length:
-            piece = os.read(self._fd, kept.length - len(data))
-            assert piece, f"{self.path} ends before byte {kept.offset + kept.length}"
+        while len(data) < stored.length:
+            piece = os.read(self._fd, stored.length - len(data))
+            assert piece, f"{self.path} ends before byte {stored.offset + stored.length}"
             data += piece
         return bytes(data)
 
@@ -179,7 +179,7 @@ def _prefix(key: str, id: str, failed: bool) -> bytes:
     return f'{start.removesuffix("}")}, "record": '.encode()
 
 
-def _parse(line: bytes, offset: int) -> Kept | None:
+def _parse(line: bytes, offset: int) -> StoredResult | None:
     """The result on a line; None if the line is not whole."""
     try:
         fields = json.loads(line)
@@ -188,4 +188,4 @@ def _parse(line: bytes, offset: int) -> Kept | None:
         return None
     if not line.startswith(start) or not isinstance(fields.get("record"), dict):
         return None
-    return Kept(fields["key"], fields["id"], fields["failed"], offset + len(start), len(line) - len(start) - 1)
+    return StoredResult(fields["key"], fields["id"], fields["failed"], offset + len(start), len(line) - len(start) - 1)

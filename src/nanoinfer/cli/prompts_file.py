@@ -115,7 +115,7 @@ def _parse_line(index: int, line: int, raw: bytes, kind: Kind, defaults: Samplin
         if kind == "text":
             return PromptRequest(index, line, f"line-{line}", [{"role": "user", "content": text}], "text")
         fields = _json_object(text)
-        parsed = parse_batch_line(fields) if fields.keys() & {"body", "url", "method"} else parse_flat_line(fields)
+        parsed = parse_batch_line(fields) if _is_batch_line(fields) else parse_flat_line(fields)
         defaults.with_options(parsed["sampling"])
         parsed.setdefault("id", f"line-{line}")
         return PromptRequest(index, line, **parsed)
@@ -127,10 +127,16 @@ def _parse_line(index: int, line: int, raw: bytes, kind: Kind, defaults: Samplin
         return _bad(index, line, str(error), "invalid_request", fields)
 
 
+def _is_batch_line(fields: dict[str, Any]) -> bool:
+    """Whether it is meant to be in OpenAI's envelope, well-formed or not."""
+    return bool(fields.keys() & {"body", "url", "method"})
+
+
 def _bad(index: int, line: int, message: str, code: str, fields: dict[str, Any]) -> BadLine:
     """A BadLine that keeps the id and the form of its line, where there is a usable one."""
-    batch = bool(fields.keys() & {"body", "url", "method"})
-    form: Form = "flat" if not batch else "chat" if fields.get("url", CHAT_URL) == CHAT_URL else "completion"
+    form: Form = "flat"
+    if _is_batch_line(fields):
+        form = "chat" if fields.get("url", CHAT_URL) == CHAT_URL else "completion"
     for key in ("custom_id", "id"):
         if isinstance(fields.get(key), str | int) and not isinstance(fields[key], bool):
             return BadLine(index, line, message, code, fields[key], form, key)

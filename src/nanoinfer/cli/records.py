@@ -34,7 +34,7 @@ def to_plain_text(record: Record) -> bytes:
     return b"\n".join(text.rstrip("\n").encode("utf-8", "replace") + b"\n" for text in texts if text is not None)
 
 
-def harmless(render: Callable[[Record], bytes]) -> Callable[[Record], bytes]:
+def for_terminal(render: Callable[[Record], bytes]) -> Callable[[Record], bytes]:
     """`render` for a terminal, which must show what a model writes and never obey it."""
     return lambda record: visible(render(record).decode("utf-8", "replace")).encode("utf-8", "replace")
 

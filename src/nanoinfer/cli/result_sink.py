@@ -81,11 +81,15 @@ class StreamResults:
             raise EngineError(f"cannot write the results: {error.strerror}.") from error
 
     def finish(self) -> None:
-        self.abandon()
+        self._end()
 
     def abandon(self) -> Path | None:
+        self._end()
+        return None
+
+    def _end(self) -> None:
+        """Write what still waits for a record before it."""
         for index in sorted(self._waiting):
             self._put(self._waiting.pop(index))
         if self._close:
             self._stream.close()
-        return None

@@ -11,14 +11,14 @@ import errno
 import filecmp
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.cli.durable import put_in_place, sync
 from nanoinfer.cli.options import Order
-from nanoinfer.cli.output_path import device, is_standard_output, partial_path, regular_target
-from nanoinfer.cli.partial_file import VERSION, Kept, PartialFile
+from nanoinfer.cli.output_path import is_standard_output, open_device_or_pipe, partial_path, regular_target
+from nanoinfer.cli.partial_file import VERSION, PartialFile, StoredResult
 from nanoinfer.cli.records import to_json_line
 from nanoinfer.cli.result_sink import StreamResults
 from nanoinfer.errors import EngineError, UserError
@@ -40,14 +40,14 @@ def open_results(
 
     This comes before the model is loaded, so that a run cannot fail at its end for want of a folder or a permission.
     """
-    stream = sys.stdout.buffer if is_standard_output(path) else device(path, console.say) if path is not None else None
-    if stream is not None or path is None:
-        if resume:
-            raise UserError("--resume needs a results file (-o FILE); what went to a stream is not kept.")
-        assert stream is not None
-        clear: Callable[[], None] = console.clear_status if stream is sys.stdout.buffer else lambda: None
-        close = stream is not sys.stdout.buffer
-        return StreamResults(stream, order, keep_failures=keep_failures, close=close, before_write=clear)
+    if path is None or is_standard_output(path):
+        _refuse_stream(resume)
+        stdout = sys.stdout.buffer
+        return StreamResults(stdout, order, keep_failures=keep_failures, before_write=console.clear_status)
+    stream = open_device_or_pipe(path, console.say)
+    if stream is not None:
+        _refuse_stream(resume)
+        return StreamResults(stream, order, keep_failures=keep_failures, close=True)
     results = ResultsFile(path, order, inputs=inputs, keep_failures=keep_failures, overwrite=overwrite)
     try:
         results.check_earlier(resume)
@@ -55,6 +55,11 @@ def open_results(
         results.abandon()
         raise
     return results
+
+
+def _refuse_stream(resume: bool) -> None:
+    if resume:
+        raise UserError("--resume needs a results file (-o FILE); what went to a stream is not kept.")
 
 
 class ResultsFile:
@@ -72,7 +77,7 @@ class ResultsFile:
         self._keep_failures = keep_failures
         self._overwrite = overwrite
         self._labels: list[tuple[str, str]] = []
-        self._done: dict[int, Kept] = {}  # by index of the input line
+        self._done: dict[int, StoredResult] = {}  # by index of the input line
         self._from_before: set[int] = set()
         self.earlier = PartialFile(partial_path(self._target))
 
@@ -105,7 +110,7 @@ class ResultsFile:
         """Whether the output exists and must not be replaced."""
         return self._target.exists() and not self._overwrite
 
-    def keep(self, kept: Mapping[int, Kept]) -> None:
+    def keep(self, kept: Mapping[int, StoredResult]) -> None:
         """Take these results of the earlier run over, by index of the input line."""
         self._done.update(kept)
         self._from_before.update(kept)
@@ -137,8 +142,8 @@ class ResultsFile:
         temporary = self.earlier.path.with_name(self.earlier.path.name + ".sorted")
         try:
             with temporary.open("wb") as out:
-                for index, kept in self._in_order():
-                    out.write(self._line(index, kept))
+                for index, stored in self._in_order():
+                    out.write(self._line(index, stored))
                 out.flush()
                 sync(out.fileno())
             if not self.is_taken:
@@ -152,11 +157,11 @@ class ResultsFile:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _line(self, index: int, kept: Kept) -> bytes:
-        line = self.earlier.record(kept) + b"\n"
+    def _line(self, index: int, stored: StoredResult) -> bytes:
+        line = self.earlier.record(stored) + b"\n"
         return with_index(line, index) if index in self._from_before else line
 
-    def _in_order(self) -> Iterator[tuple[int, Kept]]:
+    def _in_order(self) -> Iterator[tuple[int, StoredResult]]:
         done = self._done.items() if self._keep_failures else [(i, k) for i, k in self._done.items() if not k.failed]
         by_input = self._order == "input"
         yield from sorted(done, key=lambda item: item[0] if by_input else item[1].offset)

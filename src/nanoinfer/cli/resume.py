@@ -13,7 +13,7 @@ from typing import Any
 
 from nanoinfer.cli.batch_input import Batch
 from nanoinfer.cli.output_path import partial_path
-from nanoinfer.cli.partial_file import Kept
+from nanoinfer.cli.partial_file import StoredResult
 from nanoinfer.cli.prompts_file import Entry
 from nanoinfer.cli.records import is_failure
 from nanoinfer.cli.results_file import ResultsFile, with_index
@@ -29,13 +29,13 @@ MAX_SHOWN = 20
 class Match:
     """Results of an earlier run against the lines of today's input."""
 
-    kept: dict[int, Kept]  # by index of the line
+    kept: dict[int, StoredResult]  # by index of the line
     changed: list[Entry]  # lines whose earlier result answers another content
     gone: list[str]  # ids of results without a line
 
 
 def match_results(
-    entries: list[Entry], keys: list[str], results: Mapping[str, Kept], *, retry_errors: bool = False
+    entries: list[Entry], keys: list[str], results: Mapping[str, StoredResult], *, retry_errors: bool = False
 ) -> Match:
     """Match by id and content, never by place. An earlier failure is no work that could be lost: it is kept for a line
     that is still the same (unless `retry_errors`) and forgotten with one that is not."""
@@ -58,7 +58,7 @@ def take_over(
     asked: Mapping[str, Any],
     *,
     retry_errors: bool,
-) -> dict[int, Kept]:
+) -> dict[int, StoredResult]:
     """Keep the results of the interrupted run that left `output`'s partial file; returns them by index of their line.
 
     UserError if its parameters were others, or if a result answers a line that has changed or is gone.
