@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoinfer.cli.batch_input import Batch
-from nanoinfer.cli.length_check import PromptLimits, check_lengths
+from nanoinfer.cli.length_check import PromptLimits, check_lengths, find_limits
 from nanoinfer.cli.prompts_file import BadLine, PromptRequest
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import RequestError
+from nanoinfer.errors import ModelError, RequestError
+from nanoinfer.loading.resolve import _shape
 
 
 def batch(*prompts: Any) -> Batch:
@@ -29,6 +32,27 @@ def test_nothing_is_looked_up_for_short_prompts() -> None:
 def test_a_low_max_model_len_makes_short_prompts_suspicious() -> None:
     with pytest.raises(AssertionError, match="nothing here"):
         check_lengths(batch("x" * 60), EngineConfig(max_model_len=50), {}, never)
+
+
+def test_all_that_a_message_holds_makes_it_suspicious() -> None:
+    call = {"function": {"name": "f", "arguments": "z" * 900}}
+    for field, value in (("reasoning_content", "y" * 900), ("tool_calls", [call])):
+        message = {"role": "assistant", "content": "", field: value}
+        with pytest.raises(AssertionError, match="nothing here"):
+            check_lengths(batch([{"role": "user", "content": "x"}, message]), EngineConfig(), {}, never)
+
+
+def test_the_tokenizer_is_read_when_a_prompt_is_counted(tmp_path: Path) -> None:
+    """Prompts of a few kilobytes, which fit any model of today, cost the time of reading the tokenizer."""
+    shutil.copy(_shape(device_is_gpu=False).folder / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").write_text("no tokenizer")
+    limits = find_limits(EngineConfig(model=str(tmp_path), max_model_len=3000))
+    assert limits is not None
+    assert limits.max_model_len == 3000
+    assert limits.count is not None
+    with pytest.raises(ModelError, match=r"tokenizer\.json is broken"):
+        limits.count("x", {})
 
 
 def test_only_what_does_not_fit_becomes_a_bad_line() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from nanoinfer.cli.batch_input import Batch
@@ -13,23 +14,23 @@ from nanoinfer.errors import RequestError
 
 # No model has a shorter context than this, and no token is shorter than a byte: what is below needs no tokenizer.
 SHORT_BYTES = 1024
-# What a chat template writes around the messages, generously.
+# What a chat template writes around each message, generously.
 TEMPLATE_BYTES = 256
 
-Messages = list[dict[str, Any]]
+Prompt = str | list[int] | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """The context in tokens, and how a prompt is counted; `count` is None for a model without a tokenizer."""
+    """The context in tokens, and how a text or messages are counted: None for a model without a tokenizer."""
 
     max_model_len: int
-    count: Callable[[str | Messages, dict[str, Any]], int] | None
+    count: Callable[[Prompt, dict[str, Any]], int] | None
 
 
 def find_limits(config: EngineConfig) -> PromptLimits | None:
-    """Read a model's context and tokenizer from its folder, fetching it if need be. No torch. None for a model that is
-    only a shape. ModelError as when the model is loaded."""
+    """Read a model's context from its folder, fetching it if need be, and its tokenizer when the first prompt is
+    counted. No torch. None for a model that is only a shape. ModelError as when the model is loaded."""
     if config.load_format == "dummy":
         return None
     from nanoinfer.engine.tokenizer import Tokenizer
@@ -42,10 +43,15 @@ def find_limits(config: EngineConfig) -> PromptLimits | None:
         limit = min(limit, config.max_model_len)
     if not source.has_tokenizer:
         return PromptLimits(limit, None)
-    tokenizer = Tokenizer.from_folder(source.folder)
 
-    def count(prompt: str | Messages, options: dict[str, Any]) -> int:
-        return len(tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt, **options)[1])
+    @cache
+    def tokenizer() -> Tokenizer:
+        return Tokenizer.from_folder(source.folder)
+
+    def count(prompt: Prompt, options: dict[str, Any]) -> int:
+        if isinstance(prompt, str):
+            return len(tokenizer().encode(prompt))
+        return len(tokenizer().encode_chat(prompt, **options)[1])
 
     return PromptLimits(limit, count)
 
@@ -58,7 +64,7 @@ def check_lengths(
     Nothing is looked up as long as no prompt could be too long for any model.
     """
     most_bytes = min(SHORT_BYTES, config.max_model_len or SHORT_BYTES)
-    if all(_most_tokens(request.prompt) < most_bytes for request in batch.requests):
+    if all(_most_tokens(request) < most_bytes for request in batch.requests):
         return batch
     limits = find(config)
     if limits is None:
@@ -66,17 +72,19 @@ def check_lengths(
     return replace(batch, entries=[_checked(entry, limits, options) for entry in batch.entries])
 
 
-def _most_tokens(prompt: str | list[int] | Messages) -> int:
-    """An upper bound of a prompt's tokens that costs nothing: the ids, or the bytes of the text."""
+def _most_tokens(request: PromptRequest) -> int:
+    """An upper bound of a prompt's tokens that costs nothing: the ids, or the bytes of all that a template can show."""
+    prompt = request.prompt
     if isinstance(prompt, str):
         return len(prompt.encode()) + 1
-    ids = sum(isinstance(item, int) for item in prompt)
-    texts = [str(item["content"]) for item in prompt if isinstance(item, dict) and "content" in item]
-    return ids + sum(len(text.encode()) + TEMPLATE_BYTES for text in texts)
+    messages = [item for item in prompt if isinstance(item, dict)]
+    texts = [str(value) for message in messages for value in message.values()]
+    ids = len(prompt) - len(messages)
+    return ids + sum(len(text.encode()) for text in texts) + TEMPLATE_BYTES * len(messages)
 
 
 def _checked(entry: Entry, limits: PromptLimits, options: dict[str, Any]) -> Entry:
-    if isinstance(entry, BadLine) or _most_tokens(entry.prompt) < limits.max_model_len:
+    if isinstance(entry, BadLine) or _most_tokens(entry) < limits.max_model_len:
         return entry
     length = _length(entry, limits, options)
     if length is None or length < limits.max_model_len:
@@ -90,12 +98,11 @@ def _checked(entry: Entry, limits: PromptLimits, options: dict[str, Any]) -> Ent
 
 def _length(request: PromptRequest, limits: PromptLimits, options: dict[str, Any]) -> int | None:
     """The prompt's tokens; None where only the engine can tell, which then says what is wrong."""
-    prompt = request.prompt
-    if isinstance(prompt, list) and isinstance(prompt[0], int):
-        return len(prompt)
+    if request.kind == "ids":
+        return len(request.prompt)
     if limits.count is None:
         return None
     try:
-        return limits.count(prompt, options | request.template_options)
+        return limits.count(request.prompt, options | request.template_options)
     except RequestError:
         return None

@@ -21,7 +21,7 @@ from nanoinfer.cli.prompt_fields import (
 from nanoinfer.config import SamplingParams
 from nanoinfer.errors import ConfigError, UserError
 
-Kind = Literal["jsonl", "text"]
+FileKind = Literal["jsonl", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,13 @@ class PromptRequest:
     template_options: dict[str, Any] = field(default_factory=dict)
     model: str | None = None  # the model that an OpenAI body asks for
     metadata: Any = None
+
+    @property
+    def kind(self) -> Literal["text", "ids", "messages"]:
+        """What the prompt is."""
+        if isinstance(self.prompt, str):
+            return "text"
+        return "ids" if isinstance(self.prompt[0], int) else "messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ class BadLine:
 Entry = PromptRequest | BadLine
 
 
-def sniff(name: str, data: bytes) -> Kind:
+def sniff(name: str, data: bytes) -> FileKind:
     """The kind of a file from its name, or from its first character where the name does not say."""
     if name.endswith((".jsonl", ".ndjson", ".json")):
         return "jsonl"
@@ -65,7 +72,7 @@ def sniff(name: str, data: bytes) -> Kind:
     return "jsonl" if data.lstrip()[:1] == b"{" else "text"
 
 
-def parse_prompts(data: bytes, kind: Kind, defaults: SamplingParams) -> list[Entry]:
+def parse_prompts(data: bytes, kind: FileKind, defaults: SamplingParams) -> list[Entry]:
     """All lines that are not blank, in order. `defaults` are what a line's own sampling options are checked with.
 
     Raises UserError if the file as a whole cannot be text in UTF-8.
@@ -108,7 +115,7 @@ def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _parse_line(index: int, line: int, raw: bytes, kind: Kind, defaults: SamplingParams) -> Entry:
+def _parse_line(index: int, line: int, raw: bytes, kind: FileKind, defaults: SamplingParams) -> Entry:
     fields: dict[str, Any] = {}
     try:
         text = raw.decode("utf-8")

@@ -110,11 +110,11 @@ def _rounded(ms: float | None) -> float | None:
 
 def _flat_choice(request: PromptRequest, sample: CompletionOutput) -> dict[str, Any]:
     choice: dict[str, Any] = {}
-    if isinstance(request.prompt, list) and request.prompt and isinstance(request.prompt[0], dict):
+    if request.kind == "messages":
         choice["message"] = {"role": "assistant", "content": sample.text}
     else:
         choice["text"] = sample.text
-    if isinstance(request.prompt, list) and isinstance(request.prompt[0], int):
+    if request.kind == "ids":
         choice["token_ids"] = sample.token_ids
     choice["finish_reason"] = sample.finish_reason
     if sample.logprobs is not None:
