@@ -41,7 +41,7 @@ class Batch:
         return sum(request.sampling.get("n", sampling.n) for request in self.requests)
 
     def mean_limit(self, sampling: SamplingParams) -> float:
-        """The mean of the answers' token limits; 0 where a line has none."""
+        """The mean of the lines' token limits, for the time to the end. A line without a limit counts as 0."""
         limits = [request.sampling.get("max_tokens", sampling.max_tokens) or 0 for request in self.requests]
         return sum(limits) / len(limits) if limits else 0.0
 

@@ -67,9 +67,9 @@ class SnapshotBuilder:
         self._last_phase = "starting"
         self._latencies: tuple[int, Latencies] | None = None
 
-    def expect(self, sequences: int, tokens_each: float) -> None:
-        """How much there is to do: `tokens_each` is the most that an answer can have, in the mean."""
-        self._progress = TokenProgress(sequences, min(tokens_each, self._info.max_model_len))
+    def expect(self, sequences: int, mean_limit: float) -> None:
+        """How much there is to do. `mean_limit`: the most tokens that an answer can have, in the mean; 0 if unknown."""
+        self._progress = TokenProgress(sequences, min(mean_limit, self._info.max_model_len))
 
     def observe(self, event: StepEvent) -> None:
         self.metrics.observe(event)
