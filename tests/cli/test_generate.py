@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -306,6 +307,22 @@ def test_an_unwritable_output_is_refused_before_the_load(
 
 def test_both_ways_to_give_prompts_contradict(nanoinfer: Program, prompts: Path) -> None:
     assert nanoinfer("generate", "-f", prompts, "-p", "x").code == 2
+
+
+def test_no_step_waits_for_many_prompts(nanoinfer: Program, tmp_path: Path) -> None:
+    """Twice as many prompts as run at once were tokenized before the first step."""
+    handed_in: list[int] = []
+
+    def before_step(step: int) -> None:
+        handed_in.append(len(nanoinfer.llm.submitted))
+
+    nanoinfer.make = lambda config: FakeLLM(config, before_step=before_step)
+    (tmp_path / "in.txt").write_text("".join(f"a prompt with the number {i}\n" for i in range(100)))
+    result = nanoinfer("generate", "-f", tmp_path / "in.txt", "--max-num-seqs", "20")
+    assert (result.code, result.out.count("\n")) == (0, 100)
+    assert handed_in[:4] == [28, 36, 40, 40]
+    assert max(after - before for before, after in itertools.pairwise(handed_in)) <= 20 + 8
+    assert handed_in[-1] == 100
 
 
 def test_an_empty_prompt_option_is_refused(nanoinfer: Program) -> None:

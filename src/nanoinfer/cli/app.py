@@ -66,8 +66,8 @@ def nanoinfer(
     ] = False,
 ) -> None:
     """Run large language models on this machine, and see what happens inside."""
-    commands = {name: command.params for name, command in ctx.command.commands.items()}  # type: ignore[attr-defined]
-    ctx.default_map = read_settings(config_path(), {name: spellings_of(params) for name, params in commands.items()})
+    subcommands = ctx.command.commands  # type: ignore[attr-defined]
+    ctx.default_map = read_settings(config_path(), {name: spellings_of(c.params) for name, c in subcommands.items()})
 
 
 command(app, "chat")(chat.chat)

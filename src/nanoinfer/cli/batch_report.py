@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.cli.batch import BatchTotals
 from nanoinfer.cli.batch_input import Batch
+from nanoinfer.cli.batch_run import BatchTotals
 from nanoinfer.config import SamplingParams
 from nanoinfer.ui import text
 from nanoinfer.ui.console import Console

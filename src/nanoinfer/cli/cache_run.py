@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from nanoinfer.cli.batch import BatchPolicy, BatchRun, BatchTotals
 from nanoinfer.cli.batch_input import Batch, read_batch
 from nanoinfer.cli.batch_report import report_problems
+from nanoinfer.cli.batch_run import BatchPolicy, BatchRun, BatchTotals
 from nanoinfer.cli.cache_hits import PrefixBreak, PrefixBreaks
 from nanoinfer.cli.cache_report import analyse, snapshot_problems
 from nanoinfer.cli.cache_view import CacheRun, Look, run_as_document, run_as_text
@@ -48,9 +48,7 @@ def run_inspection(
             clock,
             lambda: Requests(len(batch.requests), totals.done, totals.failed),
         )
-        run = BatchRun(
-            llm, list(batch.requests), Discard(), totals, defaults, BatchPolicy({}), window=2 * config.max_num_seqs
-        )
+        run = BatchRun(llm, list(batch.requests), Discard(), totals, defaults, BatchPolicy())
         with display, monitor.also(watch.observe, display.observe, after_tick=display.tick):
             run.run(session.interrupts, monitor.tick)
         decode = llm.tokenizer.decode if show_text and llm.tokenizer is not None else None

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.cli.batch import BatchPolicy, BatchRun, BatchTotals, TooManyFailuresError
 from nanoinfer.cli.batch_input import Batch, read_batch
 from nanoinfer.cli.batch_report import print_validation, report_problems, report_run, report_sampling, run_summary
+from nanoinfer.cli.batch_run import BatchPolicy, BatchRun, BatchTotals, TooManyFailuresError
 from nanoinfer.cli.command import BAD_INPUT, FAILED_REQUESTS, OK
 from nanoinfer.cli.length_check import check_lengths
 from nanoinfer.cli.monitor import Monitor
@@ -52,11 +52,11 @@ class GenerateOptions:
 
 def run_generate(session: Session, config: EngineConfig, options: GenerateOptions) -> int:
     """Returns the exit code. Everything that can be refused is refused before the model is loaded."""
-    session.announce("reading the prompts")
     if options.retry_errors and not options.resume:
         raise UserError("--retry-errors goes with --resume.")
     if options.resume and options.overwrite:
         raise UserError("--resume and --overwrite contradict each other; give one of them.")
+    # The model's defaults will say so too, but lines are checked, and runs compared, before there is a model.
     flags = {"max_tokens": DEFAULT_MAX_TOKENS, **options.sampling}
     batch = read_batch(options.file, options.prompts, SamplingParams.from_options(flags))
     batch = check_lengths(batch, config, thinking_options(options.think), session.services.find_limits)
@@ -94,6 +94,7 @@ def _refuse_mixed_files(session: Session, batch: Batch, options: GenerateOptions
     others = [*batch.files, *([] if options.output is None else [options.output])]
     taken = {os.path.realpath(path) for path in others}
     for name, path in (("--events", session.display.events), ("--cache-snapshot", session.display.cache_snapshot)):
+        # A device such as /dev/null may be named twice.
         if path is not None and os.path.realpath(path) in taken and (path.is_file() or not path.exists()):
             raise UserError(f"{name} {path} is the input or the output as well; choose another file.")
 
@@ -215,10 +216,9 @@ class _Job:
                 one_line=a_person_reads,
             )
             policy = BatchPolicy(
-                self._flags, thinking_options(options.think), options.on_error, options.max_errors, self._config.seed
+                thinking_options(options.think), options.on_error, options.max_errors, self._config.seed
             )
-            window = 2 * self._config.max_num_seqs
-            run = BatchRun(llm, rest.entries, self._sink, totals, base, policy, window, render, self._keys)
+            run = BatchRun(llm, rest.entries, self._sink, totals, base, policy, render, self._keys)
             started = session.services.clock()
             trace = traced(session, llm, options.profile, "generate", skip=UNTRACED_STEPS)
             with trace, display, monitor.also(display.observe, after_tick=display.tick):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
 MAX_KEPT_FAILURES = 20
+MORE_PER_STEP = 8  # prompts that are tokenized while the device waits
 
 
 class TooManyFailuresError(Exception):
@@ -57,10 +58,9 @@ class BatchTotals:
 
 @dataclass(frozen=True)
 class BatchPolicy:
-    """What holds for all lines: sampling parameters and template variables that a line may override, and how to take
-    failures."""
+    """What holds for all lines beside the sampling parameters: template variables that a line may override, and how to
+    take failures."""
 
-    sampling: dict[str, Any]
     template_options: dict[str, Any] = field(default_factory=dict)
     on_error: OnError = "record"
     max_errors: int | None = None
@@ -70,8 +70,8 @@ class BatchPolicy:
 class BatchRun:
     """One pass over the entries into a sink. `sampling` holds for every line that does not say otherwise.
 
-    Requests are handed to the engine at most `window` at a time, so that the first answer does not wait for the last
-    prompt to be tokenized; under on_error="fail" all are handed in first, so that nothing runs if one of them cannot.
+    The engine is given what it can run at once, and in each step a few more until as many again wait, so that no step
+    is held up by tokenizing. Under on_error="fail" all come first, so that nothing runs if one of them cannot.
     With `keys` (see run_identity) a line's answer does not depend on what else is in the batch.
     """
 
@@ -83,7 +83,6 @@ class BatchRun:
         totals: BatchTotals,
         sampling: SamplingParams,
         policy: BatchPolicy,
-        window: int,
         render: Callable[[Record], bytes] = to_json_line,
         keys: list[str] | None = None,
     ) -> None:
@@ -92,7 +91,7 @@ class BatchRun:
         self._sink = sink
         self._sampling = sampling
         self._policy = policy
-        self._window = len(entries) if policy.on_error == "fail" else window
+        self._at_once = len(entries) if policy.on_error == "fail" else llm.info.max_num_seqs
         self._render = render
         self._keys = keys  # of all lines, by index; None leaves the seeds to the engine
         self._pending = deque(entries)
@@ -107,7 +106,7 @@ class BatchRun:
         """
         with interrupts.deferred():
             while self._pending or self._llm.has_unfinished:
-                self._submit_window()
+                self._submit_some()
                 if self._llm.has_unfinished:
                     for delta in self._llm.step():
                         if delta.output is not None:
@@ -115,8 +114,9 @@ class BatchRun:
                 tick()
                 interrupts.raise_if_requested()
 
-    def _submit_window(self) -> None:
-        while self._pending and len(self._running) < self._window:
+    def _submit_some(self) -> None:
+        most = min(max(len(self._running), self._at_once) + MORE_PER_STEP, 2 * self._at_once)
+        while self._pending and len(self._running) < most:
             entry = self._pending.popleft()
             if isinstance(entry, BadLine):
                 self._failed(entry, bad_line_record(entry), None)
