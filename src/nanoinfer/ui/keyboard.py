@@ -11,7 +11,8 @@ from contextlib import contextmanager
 def typing_hidden() -> Iterator[None]:
     """The terminal of standard input does not show keys; they wait for whoever reads next. Signals are as ever.
 
-    Without a terminal, and on Windows, nothing changes.
+    Without a terminal, and on Windows, nothing changes. A process that is killed meanwhile (SIGKILL) leaves a terminal
+    that shows no keys, until `stty echo` or `reset`.
     """
     try:
         import termios

@@ -24,7 +24,7 @@ def pause_after(own_cpu: float, run_cpu: float) -> float:
 
 class Screen:
     """The rows above the cursor that a frame takes. The cursor rests at the start of the line below them, visible, so
-    that a killed run leaves a usable terminal."""
+    that a killed run leaves a terminal in order, but for what `typing_hidden` says."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -63,8 +63,7 @@ class LiveThread:
     """
 
     def __init__(self, screen: Screen, size: Size, work: Callable[[], None], draw: Draw) -> None:
-        self.cpu_seconds = 0.0
-        """The processor time of the thread so far."""
+        self.cpu_seconds = 0.0  # processor time of the thread so far
         self.frames = 0
         self.error: Exception | None = None
         self._screen = screen
