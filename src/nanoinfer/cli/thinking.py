@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from nanoinfer.engine.tokenizer import THINKING_MARKERS
+
 Part = Literal["thinking", "answer"]
 
-OPENING, CLOSING = "<think>", "</think>"
+OPENING, CLOSING = THINKING_MARKERS
 
 
 class ThinkSplitter:
@@ -22,10 +24,6 @@ class ThinkSplitter:
         self._trim = inside  # blank space is to be dropped until the part's first character
         self.answer = ""
         self.thinking = ""
-
-    @property
-    def in_thinking(self) -> bool:
-        return self._state == "thinking"
 
     def push(self, text: str) -> list[tuple[Part, str]]:
         """The parts that `text` completes, in order; what could still become a marker is held back."""

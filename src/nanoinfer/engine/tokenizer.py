@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt")
-_THINKING_MARKERS = ("<think>", "</think>")
+# Around what a model thinks: stop strings do not count there (detokenizer.py), chat shows it apart (cli/thinking.py).
+THINKING_MARKERS = ("<think>", "</think>")
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -211,8 +212,8 @@ class Tokenizer:
     @cached_property
     def thinking_markers(self) -> tuple[str, str] | None:
         """The two markers around a model's thinking, if each is one visible token of it."""
-        ids = [self._backend.token_to_id(marker) for marker in _THINKING_MARKERS]
-        return None if any(i is None or i in self._special_ids for i in ids) else _THINKING_MARKERS
+        ids = [self._backend.token_to_id(marker) for marker in THINKING_MARKERS]
+        return None if any(i is None or i in self._special_ids for i in ids) else THINKING_MARKERS
 
     # ---------------------------------------------------------------- the chat template
 
