@@ -30,7 +30,7 @@ from nanoinfer.engine.info import EngineInfo
 from nanoinfer.engine.scheduler import Scheduler
 from nanoinfer.ui.console import Console
 from nanoinfer.ui.run_display import RunDisplay
-from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
+from nanoinfer.ui.snapshot import RequestCounts, SnapshotBuilder
 
 STEP_S = 0.002
 BLOCKS, BLOCK_SIZE = 4096, 16
@@ -75,7 +75,7 @@ def run(ui: str, sequences: int, seconds: float, terminal: Console) -> dict[str,
     builder = SnapshotBuilder(information(sequences), title="benchmark", clock=time.perf_counter)
     builder.expect(1_000_000, 200.0)
     sent = done = 0
-    display = RunDisplay(terminal, ui, builder, time.perf_counter, lambda: Requests(1_000_000, done))  # type: ignore[arg-type]
+    display = RunDisplay(terminal, ui, builder, time.perf_counter, lambda: RequestCounts(1_000_000, done))  # type: ignore[arg-type]
     events = engine.events.subscribe()
     started, cpu, steps = time.perf_counter(), time.process_time(), 0
     with display:

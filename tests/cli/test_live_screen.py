@@ -16,7 +16,7 @@ from nanoinfer.ui.console import Console
 from nanoinfer.ui.display import frame, to_terminal
 from nanoinfer.ui.live import LiveThread, Screen, pause_after
 from nanoinfer.ui.run_display import RunDisplay
-from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
+from nanoinfer.ui.snapshot import RequestCounts, SnapshotBuilder
 
 
 class Terminal(io.StringIO):
@@ -117,7 +117,7 @@ def test_the_thread_draws_what_was_observed_and_the_last_frame_has_all_of_it(
     monkeypatch.setattr(Console, "size", lambda console: (80, 40))
     now = [0.0]
     builder = SnapshotBuilder(info(), title="test", clock=lambda: now[0])
-    display = RunDisplay(Console(terminal), "live", builder, time.perf_counter, lambda: Requests(9, 4), keep=keep)
+    display = RunDisplay(Console(terminal), "live", builder, time.perf_counter, lambda: RequestCounts(9, 4), keep=keep)
     assert display.thread is not None
     with display:
         for event in events():
@@ -142,7 +142,7 @@ def test_an_error_in_the_display_ends_the_display_and_not_the_run(monkeypatch: p
     terminal = Terminal(80, 40)
     monkeypatch.setattr(Console, "size", lambda console: 1 / 0)
     builder = SnapshotBuilder(info())
-    display = RunDisplay(Console(terminal), "live", builder, time.perf_counter, Requests, keep=True)
+    display = RunDisplay(Console(terminal), "live", builder, time.perf_counter, RequestCounts, keep=True)
     assert display.thread is not None
     with display:
         until(lambda: display.thread is not None and display.thread.error is not None)

@@ -9,7 +9,7 @@ from functools import cache
 from nanoinfer.engine.events import FinishedSequence, RequestTiming, StepEvent
 from nanoinfer.engine.info import EngineInfo
 from nanoinfer.engine.latency import SLO
-from nanoinfer.ui.snapshot import Requests, RunSnapshot, SnapshotBuilder
+from nanoinfer.ui.snapshot import RequestCounts, RunSnapshot, SnapshotBuilder
 
 STEP_S = 0.02
 BLOCKS = 1000
@@ -53,11 +53,11 @@ def steps() -> Iterator[StepEvent]:
         )  # fmt: skip
 
 
-def snapshot(*, slos: bool = True, warning: str | None = None, requests: Requests | None = None) -> RunSnapshot:
+def snapshot(*, slos: bool = True, warning: str | None = None, requests: RequestCounts | None = None) -> RunSnapshot:
     """The end of the run, as `bench` would show it."""
     limits = (SLO("ttft", 800.0), SLO("tpot", 22.5)) if slos else ()
     builder = SnapshotBuilder(info(), title="bench", slos=limits)
     builder.expect(256, 400.0)
     for event in events():
         builder.observe(event)
-    return builder.snapshot(requests or Requests(256, 123, 1), warning)
+    return builder.snapshot(requests or RequestCounts(256, 123, 1), warning)

@@ -17,7 +17,7 @@ from nanoinfer.ui.console import Console
 from nanoinfer.ui.plain import choose_ui, status_line
 from nanoinfer.ui.progress import TokenProgress
 from nanoinfer.ui.run_display import RunDisplay
-from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
+from nanoinfer.ui.snapshot import RequestCounts, SnapshotBuilder
 
 
 class Terminal(io.StringIO):
@@ -81,7 +81,7 @@ def test_the_line_says_what_happens() -> None:
     builder = SnapshotBuilder(info(), clock=lambda: 5.0)
     builder.expect(1200, 20.0)
     builder.observe(step(1.0, {"a": 20}, prefill=100))
-    line = status_line(builder.snapshot(Requests(1200, 1, 1)))
+    line = status_line(builder.snapshot(RequestCounts(1200, 1, 1)))
     for text in (
         "1/1,200 done (1 failed)", "1:20:08 left", "3 running, 5 waiting", "KV 30% active 20% cached",
         "prefix hits 50%",
@@ -113,7 +113,7 @@ def test_a_log_gets_a_line_every_ten_seconds_and_nothing_gets_none(monkeypatch: 
     for choice, lines in (("auto", 6), ("none", 0)):
         stream = io.StringIO()
         builder = SnapshotBuilder(info(), clock=lambda: now[0])
-        display = RunDisplay(Console(stream), choice, builder, lambda: now[0], lambda: Requests(10, 1))
+        display = RunDisplay(Console(stream), choice, builder, lambda: now[0], lambda: RequestCounts(10, 1))
         now[0] = 0.0
         with display:
             for tenth in range(1, 601):

@@ -16,7 +16,7 @@ from thoroughness import examples
 from nanoinfer.ui.display import frame, to_terminal
 from nanoinfer.ui.glyphs import ASCII, UNICODE, cells_of, clip, clip_left, harmless, sparkline
 from nanoinfer.ui.panels import cache_panel, stats_panel
-from nanoinfer.ui.snapshot import Requests, RunSnapshot, SnapshotBuilder
+from nanoinfer.ui.snapshot import RequestCounts, RunSnapshot, SnapshotBuilder
 
 FRAMES = Path(__file__).parent / "frames"
 RUN = snapshot(warning="line 12: the prompt has 3000 tokens, but this model takes 2048 with one for the answer.")
@@ -78,8 +78,8 @@ def test_no_text_or_number_can_break_a_frame(
     )  # fmt: skip
     any_run = RunSnapshot(
         info=info(model=name, num_blocks=blocks), title=name, phase="decode", to_come=to_come, eta_s=eta,
-        requests=Requests(total, min(done, total), min(failed, done, total)), metrics=figures, latencies=RUN.latencies,
-        warning=warning,
+        requests=RequestCounts(total, min(done, total), min(failed, done, total)), metrics=figures,
+        latencies=RUN.latencies, warning=warning,
     )  # fmt: skip
     text = frame(any_run, columns - 1, lines, ASCII if ascii else UNICODE).plain
     rows = text.split("\n")
@@ -99,7 +99,7 @@ def test_the_frame_gives_up_its_least_important_rows_where_the_terminal_is_low()
 def test_before_the_first_step_nothing_is_claimed() -> None:
     builder = SnapshotBuilder(info(), title="generate", clock=lambda: 5.0)
     builder.expect(10, 0.0)
-    text = frame(builder.snapshot(Requests(10)), 79).plain
+    text = frame(builder.snapshot(RequestCounts(10)), 79).plain
     for figure in ("starting", "0 of 10 done", "░ 1,000 free 100%", "no prompt yet", "when the first answer ends"):
         assert figure in text
     assert " left" not in text

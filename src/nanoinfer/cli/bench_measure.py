@@ -21,7 +21,7 @@ from nanoinfer.cli.step_traces import traced
 from nanoinfer.cli.workloads import BenchRequest
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.latency import SLO
-from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
+from nanoinfer.ui.snapshot import RequestCounts, SnapshotBuilder
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
@@ -132,8 +132,8 @@ class Bench:
             sleep=time.sleep,
         )
 
-        def progress() -> Requests:
-            return Requests(len(requests), driver.done)
+        def progress() -> RequestCounts:
+            return RequestCounts(len(requests), driver.done)
 
         display = RunDisplay(session.console, session.display.ui, builder, clock, progress)
         watch = self.monitor.also(

@@ -36,7 +36,7 @@ def run_inspection(
     monitor = Monitor(session)
     with session.llm(config) as llm, monitor.watching(llm):
         from nanoinfer.ui.run_display import RunDisplay
-        from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
+        from nanoinfer.ui.snapshot import RequestCounts, SnapshotBuilder
 
         watch, totals, clock = CacheWatch(llm), BatchTotals(), session.services.clock
         builder = SnapshotBuilder(llm.info, title="inspect-cache", clock=clock)
@@ -46,7 +46,7 @@ def run_inspection(
             session.display.ui,
             builder,
             clock,
-            lambda: Requests(len(batch.requests), totals.done, totals.failed),
+            lambda: RequestCounts(len(batch.requests), totals.done, totals.failed),
         )
         run = BatchRun(llm, list(batch.requests), Discard(), totals, defaults, BatchPolicy())
         with display, monitor.also(watch.observe, display.observe, after_tick=display.tick):

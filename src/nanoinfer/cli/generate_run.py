@@ -189,7 +189,7 @@ class _Job:
     def _run(self, rest: Batch, monitor: Monitor) -> float:
         """Load the model and run the batch into the sink; returns the seconds that the requests took."""
         from nanoinfer.ui.run_display import RunDisplay
-        from nanoinfer.ui.snapshot import Requests, SnapshotBuilder
+        from nanoinfer.ui.snapshot import RequestCounts, SnapshotBuilder
 
         session, options, totals = self._session, self._options, self._totals
         a_person_reads = rest.from_command_line and len(rest.entries) == 1 and isinstance(self._sink, StreamResults)
@@ -210,7 +210,7 @@ class _Job:
                 session.display.ui,
                 builder,
                 session.services.clock,
-                lambda: Requests(len(self._batch.entries), totals.done, totals.failed),
+                lambda: RequestCounts(len(self._batch.entries), totals.done, totals.failed),
                 warning=self._last_warning,
                 keep=True,
                 one_line=a_person_reads,

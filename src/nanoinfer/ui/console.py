@@ -40,8 +40,8 @@ class Console:
         self.colour = colour_wanted(self.stream, no_color)
         self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self.ascii = ascii or not (self.stream.encoding or "utf-8").lower().startswith("utf")
+        # Takes away what else moves on this terminal, before a line is written.
         self.before_output: Callable[[], None] = lambda: None
-        """What else moves on this terminal and must be taken away before a line is written."""
         self._status_shown = False
 
     def size(self) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def frame(snapshot: RunSnapshot, width: int, height: int = MAX_ROWS, glyphs: Gly
     requests, kv, speed = requests_rows(snapshot, layout), kv_rows(snapshot, layout), speed_rows(snapshot, layout)
     latency = latency_rows(snapshot, layout)
     warning = warning_row(snapshot, layout)
-    ranked: list[tuple[int, Row]] = [
+    rows: list[tuple[int, Row]] = [  # with their priority, 0 the first
         (1, title_row(snapshot, layout)),
         (6, model_row(snapshot, layout)),
         (7, engine_row(snapshot, layout)),
@@ -57,18 +57,19 @@ def frame(snapshot: RunSnapshot, width: int, height: int = MAX_ROWS, glyphs: Gly
         (6, pressure_row(snapshot, layout)),
     ]
     if warning is not None:
-        ranked.append((2, warning))
-    return as_text(most_important(ranked, min(height, MAX_ROWS)))
+        rows.append((2, warning))
+    return as_text(most_important(rows, min(height, MAX_ROWS)))
 
 
-def most_important(ranked: Sequence[tuple[int, Row]], height: int) -> list[Row]:
-    """At most `height` rows in their order: the highest rank is left out first, and in it the last row."""
-    by_importance = sorted(range(len(ranked)), key=lambda i: (ranked[i][0], i))
-    return [ranked[i][1] for i in sorted(by_importance[: max(height, 0)])]
+def most_important(rows: Sequence[tuple[int, Row]], height: int) -> list[Row]:
+    """At most `height` rows in their order: the lowest priority is left out first, and in it the last row."""
+    by_importance = sorted(range(len(rows)), key=lambda i: (rows[i][0], i))
+    return [rows[i][1] for i in sorted(by_importance[: max(height, 0)])]
 
 
 def as_text(rows: Iterable[Row]) -> Text:
-    """One Text whose lines are the rows, with one span per run of characters of a style, in order."""
+    """One Text whose lines are the rows, with one span per run of characters of a style, in order. On a terminal it
+    goes through `to_terminal`; Rich itself only makes pictures of it (decision 071)."""
     plain: list[str] = []
     spans: list[Span] = []
     end = 0

@@ -34,11 +34,11 @@ Row = list[Piece]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a row. Where the row is too long, the parts of the highest rank go first; rank 0 stays."""
+    """A piece of a row. Where the row is too long, the parts of the lowest priority go first; priority 0 stays."""
 
     text: str
     style: str = ""
-    rank: int = 0
+    priority: int = 0  # 0 is the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class Layout:
         kept = [part for part in parts if part.text]
         widths = [width_of(part.text) for part in kept]
         room = self.width - LABEL_WIDTH
-        while sum(widths) + len(between) * (len(kept) - 1) > room and (highest := max(part.rank for part in kept)):
-            last = max(i for i, part in enumerate(kept) if part.rank == highest)
+        while sum(widths) + len(between) * (len(kept) - 1) > room and (lowest := max(part.priority for part in kept)):
+            last = max(i for i, part in enumerate(kept) if part.priority == lowest)
             del kept[last], widths[last]
-        pieces: Row = [(f"{label:{LABEL_WIDTH}}", DIM)]
+        pieces: Row = [_label(label)]
         for i, part in enumerate(kept):
             if room <= 0:
                 break
@@ -69,6 +69,10 @@ class Layout:
             pieces.append((clip(part.text, room, self.glyphs), part.style))
             room -= widths[i] + len(between)
         return pieces
+
+
+def _label(text: str) -> Piece:
+    return f"{text:{LABEL_WIDTH}}", DIM
 
 
 def percent(part: float, whole: float) -> str:
@@ -97,8 +101,8 @@ def model_row(snapshot: RunSnapshot, layout: Layout) -> Row:
         [
             Part(name, BOLD),
             Part(f"{info.device} {info.dtype}"),
-            Part(f"tp {info.tensor_parallel_size}", rank=1),
-            Part(f"context {count(info.max_model_len)}", DIM, rank=2),
+            Part(f"tp {info.tensor_parallel_size}", priority=1),
+            Part(f"context {count(info.max_model_len)}", DIM, priority=2),
         ],
     )
 
@@ -110,13 +114,14 @@ def engine_row(snapshot: RunSnapshot, layout: Layout) -> Row:
         [
             Part(f"attention {info.attention}"),
             Part(f"kernels {info.kernels}"),
-            Part(f"schedule {info.schedule}", DIM, rank=1),
-            Part(f"at most {plural(info.max_num_seqs, 'sequence')}", DIM, rank=2),
+            Part(f"schedule {info.schedule}", DIM, priority=1),
+            Part(f"at most {plural(info.max_num_seqs, 'sequence')}", DIM, priority=2),
         ],
     )
 
 
 def requests_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
+    """The bar, done and failed count requests; running, waiting and to come count sequences, n for each request."""
     requests, metrics, glyphs = snapshot.requests, snapshot.metrics, layout.glyphs
     done = f" {count(requests.done)} of {count(requests.total)} done"
     eta = f" {glyphs.dot} {duration(snapshot.eta_s)} left" if snapshot.eta_s is not None else ""
@@ -129,15 +134,15 @@ def requests_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
     states = (answered, requests.failed, running, unfinished - running)
     full, half, empty = glyphs.bar
     fills = (full, "x" if requests.failed else full, half, empty)
-    bar_row = [("requests  ", DIM), *bar(states, (GOOD, BAD, SHARED, DIM), fills, room), (done, BOLD), (eta, "")]
+    bar_row = [_label("requests"), *bar(states, (GOOD, BAD, SHARED, DIM), fills, room), (done, BOLD), (eta, "")]
     counts = layout.row(
         "",
         [
             Part(f"{count(metrics.running)} running", SHARED),
             Part(f"{count(metrics.waiting)} waiting"),
-            Part(f"{count(snapshot.to_come)} to come" if snapshot.to_come else "", rank=2),
+            Part(f"{count(snapshot.to_come)} to come" if snapshot.to_come else "", priority=2),
             Part(f"{count(requests.failed)} failed", BAD if requests.failed else DIM),
-            Part(f"{count(metrics.run.output_tokens)} tokens out", DIM, rank=1),
+            Part(f"{count(metrics.run.output_tokens)} tokens out", DIM, priority=1),
         ],
     )
     return [bar_row, counts]
@@ -165,8 +170,8 @@ def kv_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
         )
     ]
     if layout.is_wide:
-        legend += [Part(f"{glyphs.peak} {at_peak}", rank=1), Part(byte_size(info.kv_bytes), DIM, rank=2)]
-    return [[("KV pool   ", DIM), *pieces, (beside, "")], layout.row("", legend, "  ")]
+        legend += [Part(f"{glyphs.peak} {at_peak}", priority=1), Part(byte_size(info.kv_bytes), DIM, priority=2)]
+    return [[_label("KV pool"), *pieces, (beside, "")], layout.row("", legend, "  ")]
 
 
 def prefix_row(snapshot: RunSnapshot, layout: Layout) -> Row:
@@ -182,8 +187,8 @@ def prefix_row(snapshot: RunSnapshot, layout: Layout) -> Row:
         [
             Part(f"{percent(run.cached_tokens, run.prompt_tokens)} of {'prompt ' * layout.is_wide}tokens hit", SHARED),
             Part(f"last minute {last_minute}"),
-            Part(f"block {snapshot.info.block_size}", rank=1),
-            Part(f"{count(run.cached_tokens)} of {count(run.prompt_tokens)}", DIM, rank=2),
+            Part(f"block {snapshot.info.block_size}", priority=1),
+            Part(f"{count(run.cached_tokens)} of {count(run.prompt_tokens)}", DIM, priority=2),
         ],
     )
 
@@ -198,7 +203,7 @@ def speed_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
     ):
         number = f"{rate(now):>7} tok/s  "
         line = sparkline(history, min(layout.width - LABEL_WIDTH - len(number), 60), layout.glyphs)
-        rows.append([(f"{label:{LABEL_WIDTH}}", DIM), (number, BOLD), (line, style)])
+        rows.append([_label(label), (number, BOLD), (line, style)])
     return rows
 
 
@@ -216,18 +221,21 @@ def latency_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
 
 def _latency_row(label: str, values: Distribution | None, without: str, meaning: str, layout: Layout) -> Row:
     if values is None:
-        return layout.row(label, [Part(without, DIM), Part(meaning, DIM, rank=1)])
+        return layout.row(label, [Part(without, DIM), Part(meaning, DIM, priority=1)])
     parts = [
         Part(f"{name} {milliseconds(value):>8}", style)
         for name, value, style in (("p50", values.p50, BOLD), ("p90", values.p90, ""), ("p99", values.p99, ""))
     ]
     return layout.row(
-        label, [*parts, Part(f"n {count(values.count)}, last minute", DIM, rank=1), Part(meaning, DIM, rank=2)], "  "
+        label,
+        [*parts, Part(f"n {count(values.count)}, last minute", DIM, priority=1), Part(meaning, DIM, priority=2)],
+        "  ",
     )
 
 
 def goodput_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
-    """Requests per second that kept every limit, and how many kept each; nothing where there are no limits."""
+    """Requests per second that kept every limit, and how many kept each; nothing where there are no limits. Each of the
+    n sequences of a request counts as one."""
     goodput = snapshot.metrics.goodput
     if not goodput.slos:
         return []
@@ -238,7 +246,7 @@ def goodput_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
             [
                 Part(f"{rate(goodput.per_second)} req/s", BOLD),
                 Part(f"{good} kept every limit"),
-                Part(f"{count(goodput.good)} of {count(goodput.attempted)}", DIM, rank=1),
+                Part(f"{count(goodput.good)} of {count(goodput.attempted)}", DIM, priority=1),
             ],
         )
     ]
@@ -269,8 +277,8 @@ def step_row(snapshot: RunSnapshot, layout: Layout) -> Row:
             Part(milliseconds(recent.step_ms / recent.steps), BOLD),
             Part(f"scheduler {milliseconds(recent.schedule_ms / recent.steps)}"),
             Part(f"device {milliseconds(recent.device_ms / recent.steps)}"),
-            Part(f"{rate(each)} tokens each", rank=1),
-            Part(f"graphs {percent(recent.graph_steps, recent.steps)}" if recent.graph_steps else "", DIM, rank=2),
+            Part(f"{rate(each)} tokens each", priority=1),
+            Part(f"graphs {percent(recent.graph_steps, recent.steps)}" if recent.graph_steps else "", DIM, priority=2),
         ],
     )
 

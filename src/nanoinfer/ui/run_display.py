@@ -15,7 +15,7 @@ from nanoinfer.ui.glyphs import ASCII, UNICODE
 from nanoinfer.ui.keyboard import typing_hidden
 from nanoinfer.ui.live import LiveThread, Screen
 from nanoinfer.ui.plain import UiChoice, choose_ui, status_line
-from nanoinfer.ui.snapshot import Requests, RunSnapshot, SnapshotBuilder
+from nanoinfer.ui.snapshot import RequestCounts, RunSnapshot, SnapshotBuilder
 
 # Below this a frame says nothing; one line of text takes its place.
 LEAST_COLUMNS, LEAST_LINES = 40, 8
@@ -37,7 +37,7 @@ class RunDisplay:
         choice: UiChoice,
         builder: SnapshotBuilder,
         clock: Callable[[], float],
-        requests: Callable[[], Requests],
+        requests: Callable[[], RequestCounts],
         *,
         warning: Callable[[], str | None] = lambda: None,
         keep: bool = False,
@@ -101,8 +101,8 @@ class RunDisplay:
             self._builder.observe(self._events.popleft())
 
     def _snapshot(self) -> RunSnapshot:
-        is_last = self.thread is None or self.thread.is_stopped
-        return self._builder.snapshot(self._requests(), self._warning(), exact=is_last)
+        exact = self.thread is None or self.thread.is_stopped  # a frame that is followed by others need not be
+        return self._builder.snapshot(self._requests(), self._warning(), exact=exact)
 
     def _draw(self, columns: int, lines: int) -> str:
         snapshot = self._snapshot()

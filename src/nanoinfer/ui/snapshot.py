@@ -16,7 +16,7 @@ ETA_AFTER_S = 3.0  # the first prefills say nothing about the speed to come
 
 
 @dataclass(frozen=True, slots=True)
-class Requests:
+class RequestCounts:
     """What the command knows of its requests. `done` includes the failed ones; `total` is 0 where nobody knows it."""
 
     total: int = 0
@@ -35,7 +35,7 @@ class RunSnapshot:
     info: EngineInfo
     title: str
     phase: str
-    requests: Requests
+    requests: RequestCounts
     to_come: int  # sequences that the engine has not been given yet
     eta_s: float | None
     metrics: MetricsSnapshot
@@ -76,12 +76,12 @@ class SnapshotBuilder:
         self._progress.observe(event)
 
     def snapshot(
-        self, requests: Requests | None = None, warning: str | None = None, *, exact: bool = True
+        self, requests: RequestCounts | None = None, warning: str | None = None, *, exact: bool = True
     ) -> RunSnapshot:
         """The state now. Unless `exact`, the latencies may be a second old: that is ten times cheaper."""
         now = self._clock() if self._clock is not None else None
         metrics = self.metrics.snapshot(now)
-        requests = requests or Requests()
+        requests = requests or RequestCounts()
         eta = None
         if metrics.run.seconds >= ETA_AFTER_S and not requests.are_done:
             eta = self._progress.eta_seconds(metrics.run.output_tokens, metrics.recent.output_tokens_per_s)
