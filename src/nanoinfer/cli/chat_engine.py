@@ -53,11 +53,9 @@ class ChatEngine:
         self, llm: LLM, tokenizer: Tokenizer, interrupts: Interrupts, after_step: Callable[[], None] = lambda: None
     ) -> None:
         self.llm = llm
-        self.context = llm.info.max_model_len
-        """Tokens of the longest conversation, the answer included."""
+        self.context = llm.info.max_model_len  # tokens of the longest conversation, the answer included
         self.last: RequestOutput | None = None
-        self.is_stopping = False
-        """Ctrl-C has come, and the answer is being brought to its end."""
+        self.is_stopping = False  # Ctrl-C has come, and the answer is being brought to its end
         self._tokenizer = tokenizer
         self._interrupts = interrupts
         self._after_step = after_step

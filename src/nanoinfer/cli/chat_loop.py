@@ -56,10 +56,8 @@ class Chat:
         self.settings = settings
         self.conversation = conversation
         self.snapshot = snapshot
-        self.attached: list[str] = []
-        """Texts of files that open the next message."""
-        self.saved_as: Path | None = None
-        """The file that holds an earlier state of this conversation."""
+        self.attached: list[str] = []  # texts of files that open the next message
+        self.saved_as: Path | None = None  # the file that holds an earlier state of this conversation
         self.failed = False
         self._stdout = stdout or sys.stdout
         self._just_stopped = False  # the last thing that happened was an answer being stopped by Ctrl-C

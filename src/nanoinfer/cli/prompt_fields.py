@@ -53,7 +53,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class BadFieldError(Exception):
-    """What is wrong with a line, in one sentence; `code` as in RequestError."""
+    """What is wrong with a line, in one sentence. `code` is one of RequestError's or `unsupported_field` or
+    `unknown_field`."""
 
     def __init__(self, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)

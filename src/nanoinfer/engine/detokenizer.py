@@ -14,7 +14,7 @@ Decode = Callable[[list[int]], str]
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, and a token that decodes to text holds at least one of them.
 _MAX_TOKENS_PER_CHARACTER = 4
-_MAX_WINDOW = 32
+_MAX_WINDOW = 32  # ids; invalid bytes and ids without text would let the window grow
 
 
 class IncrementalDecoder:
@@ -171,10 +171,8 @@ class IncrementalDetokenizer:
         self._thinking = thinking
         self._in_thinking = thinking is not None and _ends_with_marker(decode, prompt_ids, thinking[0])
         self._pieces: list[str] = []
-        self.num_tokens = 0
-        """Appended tokens up to and including the one that completed the stop string; later ones are not counted."""
-        self.stopped: str | None = None
-        """The stop string that was found."""
+        self.num_tokens = 0  # that were appended, up to and including the one that completed the stop string
+        self.stopped: str | None = None  # the stop string that was found
 
     @property
     def text(self) -> str:
@@ -236,4 +234,5 @@ class IncrementalDetokenizer:
 
 
 def _ends_with_marker(decode: Decode, prompt_ids: Sequence[int], marker: str) -> bool:
+    # A marker is one token; the others are more than the blank lines that templates write behind it.
     return decode(list(prompt_ids[-8:])).rstrip().endswith(marker)

@@ -154,8 +154,7 @@ class Metrics:
 
     def __init__(self, slos: Sequence[SLO] = (), window_s: int = 60, *, keep_sequences: bool = True) -> None:
         self.slos = tuple(slos)
-        self.sequences: list[SequenceMetrics] = []
-        """Every sequence that has ended, in order."""
+        self.sequences: list[SequenceMetrics] = []  # all that have ended, in order
         self._window_s = window_s
         self._before_window = Totals()
         self._start: float | None = None
