@@ -75,8 +75,14 @@ def run(ui: str, sequences: int, seconds: float, terminal: Console) -> dict[str,
     builder = SnapshotBuilder(information(sequences), title="benchmark", clock=time.perf_counter)
     builder.expect(1_000_000, 200.0)
     sent = done = 0
-    display = RunDisplay(terminal, ui, builder, time.perf_counter, lambda: RequestCounts(1_000_000, done))  # type: ignore[arg-type]
-    events = engine.events.subscribe()
+    display = RunDisplay(
+        terminal,
+        ui,  # type: ignore[arg-type]
+        builder,
+        time.perf_counter,
+        lambda: RequestCounts(1_000_000, done),
+        engine.events,
+    )
     started, cpu, steps = time.perf_counter(), time.process_time(), 0
     with display:
         while time.perf_counter() - started < seconds:
@@ -87,8 +93,6 @@ def run(ui: str, sequences: int, seconds: float, terminal: Console) -> dict[str,
                 sent += 1
             done += sum(delta.output is not None for delta in engine.step())
             steps += 1
-            for event in events.drain():
-                display.observe(event)
             display.tick()
         elapsed, used = time.perf_counter() - started, time.process_time() - cpu
     thread = display.thread

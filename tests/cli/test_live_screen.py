@@ -11,6 +11,7 @@ import pyte
 import pytest
 from recorded_run import events, info
 
+from nanoinfer.engine.events import EventStream
 from nanoinfer.ui import live
 from nanoinfer.ui.console import Console
 from nanoinfer.ui.display import frame, to_terminal
@@ -117,12 +118,15 @@ def test_the_thread_draws_what_was_observed_and_the_last_frame_has_all_of_it(
     monkeypatch.setattr(Console, "size", lambda console: (80, 40))
     now = [0.0]
     builder = SnapshotBuilder(info(), title="test", clock=lambda: now[0])
-    display = RunDisplay(Console(terminal), "live", builder, time.perf_counter, lambda: RequestCounts(9, 4), keep=keep)
+    stream = EventStream()
+    display = RunDisplay(
+        Console(terminal), "live", builder, time.perf_counter, lambda: RequestCounts(9, 4), stream, keep=keep
+    )
     assert display.thread is not None
     with display:
         for event in events():
             now[0] = event.time
-            display.observe(event)
+            stream.publish(event)
             if event.step == 50:
                 until(lambda: "4 of 9 done" in "".join(terminal.rows()))
                 console_says = "a line from elsewhere"
@@ -142,12 +146,13 @@ def test_an_error_in_the_display_ends_the_display_and_not_the_run(monkeypatch: p
     terminal = Terminal(80, 40)
     monkeypatch.setattr(Console, "size", lambda console: 1 / 0)
     builder = SnapshotBuilder(info())
-    display = RunDisplay(Console(terminal), "live", builder, time.perf_counter, RequestCounts, keep=True)
+    stream = EventStream()
+    display = RunDisplay(Console(terminal), "live", builder, time.perf_counter, RequestCounts, stream, keep=True)
     assert display.thread is not None
     with display:
         until(lambda: display.thread is not None and display.thread.error is not None)
         for event in events():
-            display.observe(event)
+            stream.publish(event)
     assert builder.metrics.snapshot().run.steps == 3700
     assert terminal.rows() == ["warning: the live display failed: ZeroDivisionError('division by zero')"]
 

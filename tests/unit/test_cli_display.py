@@ -12,7 +12,7 @@ from recorded_run import info
 from nanoinfer.cli.batch_input import Batch
 from nanoinfer.cli.prompts_file import parse_prompts
 from nanoinfer.config import SamplingParams
-from nanoinfer.engine.events import FinishedSequence, RequestTiming, StepEvent
+from nanoinfer.engine.events import EventStream, FinishedSequence, RequestTiming, StepEvent
 from nanoinfer.ui.console import Console
 from nanoinfer.ui.plain import choose_ui, status_line
 from nanoinfer.ui.progress import TokenProgress
@@ -113,14 +113,17 @@ def test_a_log_gets_a_line_every_ten_seconds_and_nothing_gets_none(monkeypatch: 
     for choice, lines in (("auto", 6), ("none", 0)):
         stream = io.StringIO()
         builder = SnapshotBuilder(info(), clock=lambda: now[0])
-        display = RunDisplay(Console(stream), choice, builder, lambda: now[0], lambda: RequestCounts(10, 1))
+        events = EventStream()
+        display = RunDisplay(Console(stream), choice, builder, lambda: now[0], lambda: RequestCounts(10, 1), events)
+        events.publish(step(0.0, {"before the run": 1}))
         now[0] = 0.0
         with display:
             for tenth in range(1, 601):
                 now[0] = tenth / 10
-                display.observe(step(now[0], {"a": 1}))
+                events.publish(step(now[0], {"a": 1}))
                 display.tick()
         assert stream.getvalue().count("1/10 done") == stream.getvalue().count("\n") == lines
+        events.publish(step(61.0, {"after it": 1}))
         assert builder.metrics.snapshot().run.output_tokens == 600, "every event reaches the figures, shown or not"
 
 

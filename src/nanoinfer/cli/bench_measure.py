@@ -135,11 +135,16 @@ class Bench:
         def progress() -> RequestCounts:
             return RequestCounts(len(requests), driver.done)
 
-        display = RunDisplay(session.console, session.display.ui, builder, clock, progress)
-        watch = self.monitor.also(
-            lambda event: display.observe(driver.observed(event)), log.observe, after_tick=display.tick
+        display = RunDisplay(
+            session.console,
+            session.display.ui,
+            builder,
+            clock,
+            progress,
+            self.llm.events,
+            observed=driver.observed,
         )
-        with display, watch:
+        with display, self.monitor.also(log.observe, after_tick=display.tick):
             sent = driver.run(session.interrupts, self.monitor.tick)
         cost = StepCost.of(self.llm.model_config, info.dtype, info.tensor_parallel_size)
         return run_result(builder.metrics, sent, log, cost)

@@ -47,9 +47,10 @@ def run_inspection(
             builder,
             clock,
             lambda: RequestCounts(len(batch.requests), totals.done, totals.failed),
+            llm.events,
         )
         run = BatchRun(llm, list(batch.requests), Discard(), totals, defaults, BatchPolicy())
-        with display, monitor.also(watch.observe, display.observe, after_tick=display.tick):
+        with display, monitor.also(watch.observe, after_tick=display.tick):
             run.run(session.interrupts, monitor.tick)
         decode = llm.tokenizer.decode if show_text and llm.tokenizer is not None else None
         problems = _report(session, llm, watch, batch, Look(top, decode, ASCII if session.console.ascii else UNICODE))

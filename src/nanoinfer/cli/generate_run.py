@@ -211,6 +211,7 @@ class _Job:
                 builder,
                 session.services.clock,
                 lambda: RequestCounts(len(self._batch.entries), totals.done, totals.failed),
+                llm.events,
                 warning=self._last_warning,
                 keep=True,
                 one_line=a_person_reads,
@@ -221,7 +222,7 @@ class _Job:
             run = BatchRun(llm, rest.entries, self._sink, totals, base, policy, render, self._keys)
             started = session.services.clock()
             trace = traced(session, llm, options.profile, "generate", skip=UNTRACED_STEPS)
-            with trace, display, monitor.also(display.observe, after_tick=display.tick):
+            with trace, display, monitor.also(after_tick=display.tick):
                 run.run(session.interrupts, monitor.tick)
             return session.services.clock() - started
 

@@ -27,7 +27,7 @@ class LoadResult:
 
 
 class LoadDriver:
-    """One run of a workload. Call `observed` on each event before it reaches the metrics.
+    """One run of a workload. Call `observed` on each event before it reaches the metrics, from whatever thread.
 
     With arrival times (an open loop) latencies count from the moment when a request was due, not from when this loop
     got round to sending it: a step that takes long must not hide the wait that it causes. Without them a request

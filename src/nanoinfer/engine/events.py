@@ -93,7 +93,7 @@ class StepEvent:
 
 
 class Subscription:
-    """A consumer's own queue of events. Safe to fill in one thread and drain in another."""
+    """A consumer's own queue of events. The engine's thread fills it; one other may drain it, as the live display's."""
 
     def __init__(self) -> None:
         self._queue: deque[StepEvent] = deque()

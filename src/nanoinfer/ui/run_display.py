@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from nanoinfer.engine.events import StepEvent
+from nanoinfer.engine.events import EventStream, StepEvent, Subscription
 from nanoinfer.ui.console import LOG_INTERVAL_S, Console
 from nanoinfer.ui.display import MAX_ROWS, frame, to_terminal
 from nanoinfer.ui.glyphs import ASCII, UNICODE
@@ -22,13 +21,12 @@ LEAST_COLUMNS, LEAST_LINES = 40, 8
 
 
 class RunDisplay:
-    """Shows a run while it is a context manager. The engine's thread calls `observe` with each event, which only puts
-    it in a queue, and `tick` after each step; with the live display another thread turns events into figures and these
-    into frames.
+    """Shows a run while it is a context manager. It has a subscription of its own to `events`; the engine's thread only
+    calls `tick` after each step. With the live display another thread turns events into figures and these into frames.
 
-    `requests` tells how the command's requests stand and `warning` the last thing that went wrong; both are called
-    from that thread. With `keep` the last frame stays on the screen. `one_line` is for runs too small for a frame.
-    After the run `builder.metrics` has seen every event.
+    `observed` may change an event before it counts, `requests` tells how the command's requests stand and `warning` the
+    last thing that went wrong; all three are called from that thread. With `keep` the last frame stays on the screen.
+    `one_line` is for runs too small for a frame. After the run `builder.metrics` has seen every event.
     """
 
     def __init__(
@@ -38,7 +36,9 @@ class RunDisplay:
         builder: SnapshotBuilder,
         clock: Callable[[], float],
         requests: Callable[[], RequestCounts],
+        events: EventStream,
         *,
+        observed: Callable[[StepEvent], StepEvent] = lambda event: event,
         warning: Callable[[], str | None] = lambda: None,
         keep: bool = False,
         one_line: bool = False,
@@ -51,7 +51,9 @@ class RunDisplay:
         self._keep = keep
         self._one_line = one_line
         self._glyphs = ASCII if console.ascii else UNICODE
-        self._events: deque[StepEvent] = deque()
+        self._events = events
+        self._observed = observed
+        self._subscription: Subscription | None = None
         self._stack = ExitStack()
         self._ui = choose_ui(choice, console)
         if choice == "live" and self._ui == "log":
@@ -60,9 +62,6 @@ class RunDisplay:
         self.thread: LiveThread | None = None
         if self._ui == "live":
             self.thread = LiveThread(Screen(console.stream), console.size, self._take_in, self._draw)
-
-    def observe(self, event: StepEvent) -> None:
-        self._events.append(event)
 
     def tick(self) -> None:
         if self.thread is not None:
@@ -74,6 +73,7 @@ class RunDisplay:
             self._console.say(status_line(self._snapshot()))
 
     def __enter__(self) -> Self:
+        self._subscription = self._events.subscribe()
         if self.thread is not None:
             self._console.clear_status()
             self._console.before_output = self.thread.suspend
@@ -84,12 +84,14 @@ class RunDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.thread is None:
-            self._take_in()
-            return
-        self.thread.stop()
-        self._stack.close()
+        assert self._subscription is not None
+        if self.thread is not None:
+            self.thread.stop()
+            self._stack.close()
+        self._events.unsubscribe(self._subscription)
         self._take_in()
+        if self.thread is None:
+            return
         self._console.before_output = lambda: None
         if self._keep and self.thread.frames and not self._one_line:
             self.thread.draw_last()
@@ -97,8 +99,9 @@ class RunDisplay:
             self._console.warn(f"the live display failed: {self.thread.error!r}")
 
     def _take_in(self) -> None:
-        while self._events:
-            self._builder.observe(self._events.popleft())
+        assert self._subscription is not None
+        for event in self._subscription.drain():
+            self._builder.observe(self._observed(event))
 
     def _snapshot(self) -> RunSnapshot:
         exact = self.thread is None or self.thread.is_stopped  # a frame that is followed by others need not be
