@@ -1,4 +1,5 @@
-"""Carries the engine's step events to those who want them during a command: metrics, display, the --events file."""
+"""Carries the engine's step events to those who want them during a command, such as the --events file. The live display
+subscribes by itself."""
 
 from __future__ import annotations
 
