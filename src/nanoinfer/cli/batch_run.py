@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
 MAX_KEPT_FAILURES = 20
-MORE_PER_STEP = 8  # prompts that are tokenized while the device waits
+MORE_PER_STEP = 8  # prompts handed in beyond those that can run; the device waits while they are tokenized
 
 
 class TooManyFailuresError(Exception):
