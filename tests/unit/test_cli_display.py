@@ -93,7 +93,7 @@ def test_the_speed_is_that_of_the_last_seconds_and_not_the_mean_of_the_run() -> 
     builder = SnapshotBuilder(info(), clock=lambda: 100.0)
     for second in range(100):
         builder.observe(step(second + 0.5, {"a": 1000 if second < 80 else 20}))
-    assert " 20.0 tok/s " in status_line(builder.snapshot(Requests(10, 1)))
+    assert " 20.0 tok/s " in status_line(builder.snapshot(RequestCounts(10, 1)))
 
 
 def test_every_answer_of_a_line_counts_as_one_to_come() -> None:
@@ -103,7 +103,7 @@ def test_every_answer_of_a_line_counts_as_one_to_come() -> None:
     builder = SnapshotBuilder(info())
     builder.expect(batch.sequences(SamplingParams(n=2)), 20.0)
     builder.observe(step(1.0, {"a": 20}, finished("a", 20, "length")))
-    assert builder.snapshot(Requests(3)).to_come == 13 - 1 - 3 - 5, "one has ended, three run, five wait"
+    assert builder.snapshot(RequestCounts(3)).to_come == 13 - 1 - 3 - 5, "one has ended, three run, five wait"
 
 
 def test_a_log_gets_a_line_every_ten_seconds_and_nothing_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
