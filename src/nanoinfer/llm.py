@@ -57,8 +57,10 @@ class LLM:
         from nanoinfer.loading import silent
         from nanoinfer.loading.folder import read_generation_config, read_model_config
         from nanoinfer.loading.resolve import resolve_model
+        from nanoinfer.runner.openmp import wait_briefly
         from nanoinfer.runner.wake_gpu import wake_gpu
 
+        wait_briefly()
         config = _config_of(model, options)
         notify = notify or silent
         source = resolve_model(

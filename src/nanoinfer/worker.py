@@ -22,6 +22,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.errors import NanoinferError, RankError
 from nanoinfer.models.partition import Partition
 from nanoinfer.runner.channel import STEP, Channel, decode_batch
+from nanoinfer.runner.openmp import wait_briefly
 from nanoinfer.runner.torchrun import Launch, connect, rendezvous
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def main() -> None:
 def join(launch: Launch) -> int:
     """Serve as the rank that `launch` says until rank 0 ends it; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wait_briefly()
     store = rendezvous()
     return run(connect(store, launch), launch, store)
 
