@@ -141,6 +141,15 @@ def test_a_stream_that_is_full_is_one_sentence(start: Callable[..., subprocess.P
             assert "Exception ignored" not in err
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect-cache", "--plan", "--memory", "80GiB", "--json"]])
+def test_a_report_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run([sys.executable, "-m", "nanoinfer", *arguments], stdout=full, stderr=subprocess.PIPE)
+    assert process.returncode == 1
+    assert process.stderr.startswith(b"error: cannot write standard output: No space left on device")
+    assert process.stderr.count(b"\n") == 1
+
+
 def test_names_of_standard_output(start: Callable[..., subprocess.Popen[str]], prompts: Path, tmp_path: Path) -> None:
     piped = start("-f", prompts, "-o", "/dev/stdout")
     assert len(piped.communicate(timeout=30)[0].splitlines()) == 2

@@ -17,6 +17,7 @@ from nanoinfer.ui.text import byte_size
 
 # A round figure for the CUDA context, NCCL buffers, the allocator's rounding and the captured graphs.
 OVERHEAD_ESTIMATE = 1_500 * 1024 * 1024
+CPU_OVERHEAD_ESTIMATE = 400 * 1024 * 1024  # torch, numba and the interpreter; benchmarks/memory_cpu.py measures it
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: int) -> Memory
     usable = int(memory * config.gpu_memory_utilization)
     weights = model.weight_bytes(dtype, tp)
     activations = activation_estimate(model, config, width)
-    left = usable - weights - activations - OVERHEAD_ESTIMATE
+    overhead = CPU_OVERHEAD_ESTIMATE if config.device == "cpu" else OVERHEAD_ESTIMATE
+    left = usable - weights - activations - overhead
     num_blocks = max(left, 0) // (per_token * block_size)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
@@ -69,11 +71,11 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: int) -> Memory
         raise MemoryBudgetError(
             f"nothing is left for the KV cache: {byte_size(usable)} usable of {byte_size(memory)}, weights "
             f"{byte_size(weights)}, activations about {byte_size(activations)}, overhead about "
-            f"{byte_size(OVERHEAD_ESTIMATE)}. Use more memory, a larger --tp or a smaller model."
+            f"{byte_size(overhead)}. Use more memory, a larger --tp or a smaller model."
         )
     limit = min(model.max_position_embeddings, config.max_model_len or model.max_position_embeddings)
     return MemoryPlan(
-        dtype, tp, memory, usable, weights, activations, OVERHEAD_ESTIMATE, per_token, block_size, num_blocks, limit
+        dtype, tp, memory, usable, weights, activations, overhead, per_token, block_size, num_blocks, limit
     )
 
 

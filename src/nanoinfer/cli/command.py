@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import sys
@@ -18,7 +19,7 @@ from nanoinfer.cli.interrupts import Interrupts, Terminated
 from nanoinfer.cli.options import DisplayOptions, SamplingFlags, display_options, engine_options, sampling_options
 from nanoinfer.cli.session import Services, Session
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import EngineError, NanoinferError
 from nanoinfer.ui.console import Console
 
 OK, ENGINE_FAILURE, BAD_INPUT, FAILED_REQUESTS, SLO_MISSED, BROKEN_PIPE = 0, 1, 2, 3, 4, 128 + 13
@@ -114,6 +115,9 @@ def run_guarded(body: Callable[[Session], int], display: DisplayOptions, service
         _show(console, error, display.verbose)
         return error.exit_code
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            # Files that are written have messages of their own; what is left is the result on standard output.
+            error = EngineError(f"cannot write standard output: {error.strerror}; make room, or send it elsewhere.")
         _show(console, error, display.verbose)
         return ENGINE_FAILURE
 

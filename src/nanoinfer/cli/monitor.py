@@ -101,6 +101,6 @@ def _failures_named(path: Path | str) -> Iterator[None]:
 
 def _open_for_writing(path: Path) -> TextIO:
     try:
-        return path.open("w", encoding="utf-8")
+        return path.open("w", encoding="utf-8", buffering=1)  # by lines: whoever follows the file sees whole steps
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another file.") from error
