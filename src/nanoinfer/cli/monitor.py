@@ -42,9 +42,9 @@ class Monitor:
     def watching(self, llm: LLM) -> Iterator[None]:
         """Consume the engine's events; at the end, however it comes, write what was asked for."""
         self._subscription = llm.events.subscribe()
-        if self._events_file is not None:
-            self.consumers.append(self._written_to(self._events_file, llm))
         try:
+            if self._events_file is not None:
+                self.consumers.append(self._written_to(self._events_file, llm))
             yield
         finally:
             self.tick()
@@ -58,7 +58,8 @@ class Monitor:
 
     @staticmethod
     def _written_to(file: TextIO, llm: LLM) -> Consumer:
-        writer = EventLogWriter(file, asdict(llm.info))
+        with _failures_named(file.name):
+            writer = EventLogWriter(file, asdict(llm.info))
 
         def write(event: StepEvent) -> None:
             with _failures_named(file.name):
