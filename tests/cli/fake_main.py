@@ -1,6 +1,7 @@
 """`nanoinfer` as a process of its own, with the stand-in engine: python fake_main.py [ENGINE SETTINGS] -- ARGUMENTS.
 
-Settings are names from `SETTINGS`; the line "step N" on standard error says that step N begins, where asked for.
+Settings are names from `SETTINGS`, and takes-time; the line "step N" on standard error says that step N begins, where
+asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from fake_llm import ByteTokenizer, FakeLLM, shout
 
+from nanoinfer.cli import chat_loop
 from nanoinfer.cli.app import main
 from nanoinfer.cli.session import Services
 
@@ -45,6 +47,9 @@ if __name__ == "__main__":
     split = sys.argv.index("--")
     settings: dict[str, Any] = {}
     for name in sys.argv[1:split]:
-        settings |= SETTINGS[name]
+        if name == "takes-time":  # a person whose next key never comes at once
+            chat_loop.SECOND_S = 0.0
+        else:
+            settings |= SETTINGS[name]
     services = Services(lambda config, notify: FakeLLM(config, **settings), find_limits=lambda config: None)
     main(sys.argv[split + 1 :], services)

@@ -97,6 +97,19 @@ def test_a_second_control_c_leaves_with_130(start: Start) -> None:
     assert code_of(child) == 130
 
 
+def test_control_c_some_time_after_a_stopped_answer_says_how_to_leave(start: Start) -> None:
+    child = start("endless", "takes-time")
+    child.send("go\r")
+    child.expect("word word word")
+    child.sendintr()
+    child.expect(PROMPT)
+    child.sendintr()
+    child.expect("Ctrl-D or /exit leaves")
+    child.expect(PROMPT)
+    child.sendeof()
+    assert code_of(child) == 0
+
+
 def test_control_c_at_the_prompt_clears_the_line(start: Start) -> None:
     child = start()
     child.send("half a thou")

@@ -301,6 +301,13 @@ def test_failed_lines_of_a_complete_output_run_again(batch: Batch) -> None:
     assert not batch.partial.exists()
 
 
+def test_a_complete_output_with_an_id_that_comes_twice_is_complete(batch: Batch) -> None:
+    batch.write(*LINES[:2], LINES[0])
+    assert batch.run().code == 3
+    result = batch.run("--resume")
+    assert (result.code, "is complete: 3 results, 1 of them failures" in result.err) == (3, True)
+
+
 def test_trying_failed_lines_again_can_be_interrupted_and_resumed(batch: Batch) -> None:
     batch.write({"id": "bad", "prompt": ""}, *LINES)
     assert batch.run().code == 3

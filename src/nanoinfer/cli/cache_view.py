@@ -53,7 +53,7 @@ def run_as_text(run: CacheRun, look: Look) -> str:
             f"KV pool     {count(info.num_blocks)} blocks of {info.block_size} tokens, {byte_size(info.kv_bytes)} "
             f"({byte_size(info.kv_bytes / info.num_blocks)} a block, {info.dtype})",
             "",
-            *state_lines("fullest", peak, look),
+            *state_lines("near peak", peak, look),
             f"{MARGIN}most active at once: {count(run.peak_active)} ({percent(run.peak_active, info.num_blocks)})",
             *use_lines(peak, look),
             "",

@@ -134,6 +134,6 @@ COMMANDS = (
 KEYS = (
     ("Alt-Enter", 'A new line; so does Enter after """ until the closing """.'),
     ("Tab", "Complete a command, a setting or a file name."),
-    ("Ctrl-C", "Stop the answer; again: leave. At the prompt: clear the line."),
+    ("Ctrl-C", "Stop the answer; again at once: leave. At the prompt: clear the line."),
     ("Ctrl-D", "Leave."),
 )

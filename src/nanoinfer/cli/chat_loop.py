@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from nanoinfer.ui.snapshot import RunSnapshot
 
 # So many tokens that are probably new take a while to read on a slow machine, and nothing would move meanwhile.
 _LONG_PROMPT = 512
+# A Ctrl-C that comes so soon after one that stopped an answer means the chat; later it means the line, as ever.
+SECOND_S = 2.0
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Chat:
         self.failed = False
         self._stdout = stdout or sys.stdout
         self._just_stopped = False  # the last thing that happened was an answer being stopped by Ctrl-C
+        self._stopped_at = 0.0
 
     @property
     def columns(self) -> int:
@@ -94,8 +98,9 @@ class Chat:
         return False
 
     def _interrupted(self) -> None:
-        """Ctrl-C outside an answer: the second in a row leaves, the first only says how to leave."""
-        if (self._just_stopped and not self.reader.touched) or self.engine.is_stopping or not self.reader.interactive:
+        """Ctrl-C outside an answer: the second in a row leaves, any other only says how to leave."""
+        again = self._just_stopped and not self.reader.touched and time.monotonic() - self._stopped_at < SECOND_S
+        if again or self.engine.is_stopping or not self.reader.interactive:
             raise KeyboardInterrupt
         self._just_stopped = False
         self.console.dim("Ctrl-D or /exit leaves.")
@@ -139,7 +144,7 @@ class Chat:
             finally:
                 printer.end()
         self.conversation.answered(answer.text, answer.thinking, answer.finish_reason)
-        self._just_stopped = answer.interrupted
+        self._just_stopped, self._stopped_at = answer.interrupted, time.monotonic()
         return answer
 
     def _remarks(self, answer: Answer) -> None:

@@ -126,19 +126,22 @@ def finished_output(output: Path, batch: Batch) -> Finished | None:
     or if a run left a partial file."""
     if not output.is_file() or partial_path(output).exists():
         return None
-    left = {f"{entry.id_key} {entry.id}": entry.index for entry in batch.entries}
+    left: dict[str, list[int]] = {}  # of an id that comes again, the first may have an answer and the others none
+    for entry in batch.entries:
+        left.setdefault(f"{entry.id_key} {entry.id}", []).append(entry.index)
     finished = Finished({}, {})
     try:
         with output.open("rb") as file:
             for line in file:
                 record = json.loads(line)
                 key = next(key for key in ("custom_id", "id") if key in record)
-                index = left.pop(f"{key} {record[key]}")
-                kind = finished.failures if is_failure(record) else finished.answers
+                failed = is_failure(record)
+                index = left[f"{key} {record[key]}"].pop(-1 if failed else 0)
+                kind = finished.failures if failed else finished.answers
                 kind[index] = with_index(line, index)
-    except (OSError, ValueError, TypeError, KeyError, StopIteration):
+    except (OSError, ValueError, TypeError, LookupError, StopIteration):
         return None
-    return None if left else finished
+    return None if any(left.values()) else finished
 
 
 def resume_command(arguments: Sequence[str]) -> str:
