@@ -52,7 +52,9 @@ def report_sampling(console: Console, llm: LLM, sampling: SamplingParams, batch:
     names = [name for name in vars(sampling) if name not in ("n", "seed", "stop", "stop_token_ids", "logprobs")]
     shown = [n for n in names if n in _ALWAYS_SHOWN or getattr(sampling, n) != getattr(defaults, n)]
     values = ", ".join(f"{name} {getattr(sampling, name)}" for name in shown)
-    console.dim(f"sampling: {values}" + (f", n {sampling.n}" if sampling.n > 1 else ""))
+    own = sum(bool(request.sampling) for request in batch.requests)
+    lines = f"; {own} of {text.plural(len(batch.requests), 'line')} say something else" if own else ""
+    console.dim(f"sampling: {values}" + (f", n {sampling.n}" if sampling.n > 1 else "") + lines)
     others = sorted({r.model for r in batch.requests if r.model is not None and r.model != llm.info.model})
     if others:
         named = ", ".join(f"'{text.one_line(name)}'" for name in others[:3])
