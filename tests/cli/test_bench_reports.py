@@ -16,6 +16,7 @@ from program import Program
 
 from nanoinfer.engine.event_log import read_event_log
 from nanoinfer.engine.latency import SequenceMetrics
+from nanoinfer.ui.console import Console
 
 SMALL = ("--device", "cpu", "--num-prompts", "12", "--input-len", "10:30", "--output-len", "4:9", "--warmup", "0")
 
@@ -273,10 +274,18 @@ class OnGpu(FakeLLM):
         return deltas
 
 
-def test_the_warm_up_of_a_gpu_runs_every_batch_size(nanoinfer: Program) -> None:
+def test_the_warm_up_of_a_gpu_runs_every_batch_size_and_shows_how_far_it_is(
+    nanoinfer: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nanoinfer.make = OnGpu
     load = ("--device", "cuda", "--num-prompts", "12", "--input-len", "10", "--output-len", "3")
+    said: list[str] = []
+    monkeypatch.setattr(Console, "status", lambda self, text: said.append(text))
     bench(nanoinfer, *load, "--max-num-batched-tokens", "30", "--max-num-seqs", "20")
+    shown = [int(line.split()[3]) for line in said if line.startswith("capturing CUDA graphs: ")]
+    assert shown == sorted(shown)
+    assert len({0, 12} & set(shown)) == 2
+    assert len(set(shown)) > 8
     assert {count for resets, count in nanoinfer.llm.decodes if resets == 0} >= set(range(1, 13))
     result = bench(nanoinfer, *load, "--max-concurrency", "2")
     before = [count for resets, count in nanoinfer.llm.decodes if resets == 0]

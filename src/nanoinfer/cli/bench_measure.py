@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.cli.bench_options import BenchOptions
@@ -40,9 +41,10 @@ class Load:
     max_concurrency: int | None
 
 
-def draining(count: int, prefill_steps: int) -> list[int]:
-    """Output lengths with which all requests run together once the last is prefilled, and then end one by one."""
-    return [prefill_steps + 2 + count - i for i in range(count)]
+def _draining_after(count: int, step_tokens: int, prompt_tokens: int) -> list[int]:
+    """Output lengths with which all requests run together once the last is prefilled, and then end one by one, where
+    all prompts have `prompt_tokens` and a step takes `step_tokens`."""
+    return [-(-prompt_tokens // step_tokens) + 2 + count - i for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Bench:
             self._send(min(options.warmup if options.warmup is not None else 1, self._most), lambda total: None, None)
             return
         count = min(load.count, info.max_num_seqs)
-        self._send(count, lambda tokens: draining(count, -(-tokens // info.max_num_batched_tokens)), None)
+        lengths = partial(_draining_after, count, info.max_num_batched_tokens)
+        self._send(count, lengths, None, "capturing CUDA graphs")
         self.warm_up_again(load)
 
     def warm_up_again(self, load: Load) -> None:
@@ -87,11 +90,14 @@ class Bench:
         """Requests that a warm-up can have: a file does not have more."""
         return self.workload.num_prompts if self.workload.entries else sys.maxsize
 
-    def _send(self, count: int, outputs: Callable[[int], list[int] | None], limit: int | None) -> None:
-        """`count` requests with the lengths that `outputs` says for so many prompt tokens, or short ones."""
+    def _send(
+        self, count: int, outputs: Callable[[int], list[int] | None], limit: int | None, what: str = "warming up"
+    ) -> None:
+        """`count` requests with the lengths that `outputs` says for so many prompt tokens, or short ones; shown as
+        `what`, with how many have ended."""
         if not count:
             return
-        self.session.console.status(f"warming up with {count} requests ...")
+        self.session.console.status(f"{what}: 0 of {count} requests ...")
         drawn = self.workload.requests(self.seed + WARMUP_SEED_OFFSET, count)
         lengths = outputs(sum(len(request.token_ids) for request in drawn))
         if lengths is None:
@@ -102,7 +108,12 @@ class Bench:
             for request, length in zip(drawn, lengths, strict=True)
         ]
         driver = LoadDriver(self.llm, requests, self.sampling, max_concurrency=limit)
-        driver.run(self.session.interrupts, self.monitor.tick)
+
+        def tick() -> None:
+            self.monitor.tick()
+            self.session.console.status(f"{what}: {driver.done} of {count} requests ...")
+
+        driver.run(self.session.interrupts, tick)
 
     def measure(self, requests: list[BenchRequest], load: Load, say: Callable[[int, Result], None]) -> Result:
         """`load` --repeat times, each on a cold cache; `say` hears of every run."""
