@@ -105,6 +105,12 @@ def plan(nanoinfer: Program, config: Path, *arguments: str) -> dict[str, Any]:
     return document
 
 
+def test_a_file_of_prompts_is_no_model(nanoinfer: Program, tmp_path: Path) -> None:
+    result = nanoinfer("inspect-cache", tmp_path / "events.jsonl")
+    assert result.code == 2
+    assert "events.jsonl is taken for a model; give prompts with -f" in result.err
+
+
 def test_a_plan_needs_only_a_config(nanoinfer: Program, config: Path) -> None:
     document = plan(nanoinfer, config, "--memory", "24GiB")
     assert nanoinfer.llm is None

@@ -71,7 +71,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, memory: int) -> Memory
         raise MemoryBudgetError(
             f"nothing is left for the KV cache: {byte_size(usable)} usable of {byte_size(memory)}, weights "
             f"{byte_size(weights)}, activations about {byte_size(activations)}, overhead about "
-            f"{byte_size(overhead)}. Use more memory, a larger --tp or a smaller model."
+            f"{byte_size(overhead)}. Use more memory, a larger --tp or a smaller model"
+            + ("." if config.device == "cpu" else "; --device cpu plans for a CPU.")
         )
     limit = min(model.max_position_embeddings, config.max_model_len or model.max_position_embeddings)
     return MemoryPlan(

@@ -60,6 +60,10 @@ def inspect_cache(
         from nanoinfer.cli.cache_browser import report_events
 
         return report_events(session, events, step, top=top)
+    if file is None and config.model is not None and config.model.endswith((".jsonl", ".txt")):
+        raise UserError(
+            f"{config.model} is taken for a model; give prompts with -f, and the recording of a run with --events."
+        )
     session.announce("reading the prompts")
     from nanoinfer.cli.cache_run import run_inspection
 
