@@ -192,7 +192,7 @@ def test_a_setting_that_only_one_command_has_may_stand_at_the_top(nanoinfer: Pro
         (("generate", "-p", "x", "--max-tokens", "0"), "max_tokens is 0; it must be a whole number of at least 1."),
         (("generate", "-p", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("generate", "-p", "x", "--block-size", "big"), "neither a whole number nor auto"),
-        (("generate", "-p", "x", "--schedule", "magic"), "magic"),
+        (("generate", "-p", "x", "--schedule", "magic"), "Invalid value for '--schedule': 'magic' is not one of"),
         (("generate", "-p", "x", "--device", "tpu"), "device is 'tpu'; it must be auto, cpu, cuda or cuda:N."),
         (("generate", "-p", "x", "-q", "-v"), "-q and -v contradict each other"),
         (("generate", "-p", "x", "--max-num-batched-tokens", "10"), "raise the first or lower the second"),

@@ -31,10 +31,11 @@ class PanelCommand(_Panels, TyperCommand):
     """A subcommand with its help in panels."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """A wrong value that was not typed but set elsewhere is refused with the place."""
+        """A wrong value is refused in plain words, and with the place where it was set if it was not typed."""
         try:
             return list(super().parse_args(ctx, args))
         except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's, by way of typer 0.29
             source = ctx.get_parameter_source(error.param.name) if error.param is not None else None
             place = {"ENVIRONMENT": "the environment", "DEFAULT_MAP": "the configuration file"}.get(
                 source.name if source is not None else ""
