@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from nanoinfer.cli import bench, chat, generate, inspect_cache
-from nanoinfer.cli.command import ENGINE_FAILURE, command
+from nanoinfer.cli.command import ENGINE_FAILURE, command, output_error
 from nanoinfer.cli.completion import install_completion, prepare_completion, show_completion
 from nanoinfer.cli.help import PanelGroup
 from nanoinfer.cli.session import Services
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None, services: Services | None = None) -
         Console().error(str(error))
         sys.exit(error.exit_code)
     except OSError as error:  # of what typer prints itself, such as --help
-        Console().error(f"cannot write standard output: {error.strerror}.")
+        Console().error(str(output_error(error)))
         sys.exit(ENGINE_FAILURE)
     finally:
         if arguments is None and threading.current_thread() is threading.main_thread():

@@ -117,9 +117,14 @@ def run_guarded(body: Callable[[Session], int], display: DisplayOptions, service
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
             # Files that are written have messages of their own; what is left is the result on standard output.
-            error = EngineError(f"cannot write standard output: {error.strerror}; make room, or send it elsewhere.")
+            error = output_error(error)
         _show(console, error, display.verbose)
         return ENGINE_FAILURE
+
+
+def output_error(error: OSError) -> EngineError:
+    """What to say where standard output cannot be written."""
+    return EngineError(f"cannot write standard output: {error.strerror}; send it elsewhere.")
 
 
 def _show(console: Console, error: Exception, verbose: bool) -> None:

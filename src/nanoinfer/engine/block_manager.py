@@ -86,7 +86,7 @@ class BlockManager:
 
         At most (len - 1) // block_size blocks can hit, so at least the last token is computed and a published block
         is never written to. `verify` compares contents as well, so that no collision of digests can count as a hit;
-        without it, for a sequence that may not fit anyway, a block costs a tenth.
+        without it, for a sequence that may not fit anyway, a block costs a third (0.5 us).
         """
         total_blocks = -(-len(seq.token_ids) // self.block_size)
         if not self.enable_prefix_caching:

@@ -191,8 +191,7 @@ class LLMEngine:
             if not sample.is_done:
                 self._read_text(sample)
         del self._requests[request_id]
-        if self._in_flight and not self._requests:
-            self._discard_in_flight()
+        self._discard_unwanted()
         self._emit_event(ScheduledStep(time=now, number=self._num_steps - 1), StepResult([]), now, [], ended)
         return request.output()
 
@@ -224,6 +223,11 @@ class LLMEngine:
         samples = [sample for request in self._requests.values() for sample in request.samples]
         self.scheduler.rewind(s.seq for s in samples if s.seq.status is not SequenceStatus.FINISHED)
         self._to_deliver = deque(s.seq for s in samples if s.seq.status is SequenceStatus.FINISHED and not s.is_done)
+
+    def _discard_unwanted(self) -> None:
+        """Where no request is left, what is under way computes tokens of ended sequences, and nobody would fetch it."""
+        if self._in_flight and not self._requests:
+            self._discard_in_flight()
 
     def _discard_in_flight(self) -> None:
         self._in_flight.clear()
@@ -261,8 +265,7 @@ class LLMEngine:
         self._to_deliver.extend(grown)
         self._emit_event(step, result, now, grown, self._deliver_all(), schedule_s)
         self._last_completion = now
-        if self._in_flight and not self._requests:
-            self._discard_in_flight()  # it computes tokens for sequences that have ended, and nobody would fetch it
+        self._discard_unwanted()
 
     def _deliver_all(self) -> list[Sequence]:
         """Turn all news into deltas; returns the sequences that have come to their end."""
