@@ -64,7 +64,7 @@ def run(channel: Channel, launch: Launch | None = None, store: Any = None) -> in
 def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
     import torch  # rank 0 is importing it too
 
-    from nanoinfer.runner.process_group import DistributedGroup, open_store
+    from nanoinfer.runner.process_group import join_ranks, open_store
 
     channel.send_report(stage="started")
     setup = channel.receive_report()
@@ -77,7 +77,7 @@ def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
         ranks_on_host = launch.ranks_on_host
         if device.type == "cuda":
             device = torch.device("cuda", launch.local_rank)
-    group = DistributedGroup(store, partition, device, ranks_on_host=ranks_on_host, timeout_s=timeout_s)
+    group = join_ranks(store, partition, device, ranks_on_host=ranks_on_host, timeout_s=timeout_s)
     plane = _build(channel, setup, device, group)
     channel.send_report(stage="ready")
     in_flight: deque[StepHandle] = deque()

@@ -17,7 +17,7 @@ from nanoinfer.models.partition import Partition
 from nanoinfer.models.weights import WeightSlot
 from nanoinfer.runner.build import DataPlane, LoadWeights, build_data_plane
 from nanoinfer.runner.parallel_executor import ParallelExecutor
-from nanoinfer.runner.process_group import DistributedGroup, open_store
+from nanoinfer.runner.process_group import join_ranks, open_store
 from nanoinfer.runner.ranks import Ranks
 from nanoinfer.runner.torchrun import Launch
 
@@ -60,9 +60,7 @@ def build_parallel(
             }
         )
         group = ranks.watching(
-            lambda: DistributedGroup(
-                store, partition, devices[0], ranks_on_host=ranks_on_host, timeout_s=config.tp_timeout
-            )
+            lambda: join_ranks(store, partition, devices[0], ranks_on_host=ranks_on_host, timeout_s=config.tp_timeout)
         )
 
         def load_together(slots: Mapping[str, WeightSlot]) -> None:

@@ -50,6 +50,8 @@ class ParallelExecutor:
             result = handle.result()
         except EngineError as error:
             raise self.fail(error) from None
+        if self._watch.tripped:  # collectives that were aborted on a GPU end without an error, and without a result
+            raise self.fail(RankError("a step was given up"))
         self._watch.end(step)
         return result
 

@@ -1,0 +1,41 @@
+"""One rank of test_peer_exchange.py, in Triton's interpreter: its device memory is a file that all ranks map.
+
+python exchange_rank.py RANK SIZE CAPACITY FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import triton_interpreter  # noqa: F401
+
+from nanoinfer.kernels.peer_exchange import PeerBuffers, all_gather, all_reduce
+
+BLOCK = 16
+SIZES = [2, 30, 32, 34, 96, 64, 2, 96]  # elements, of which two make a word in 16 bits
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+
+
+def part(rank: int, step: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Eighths, whose sums are exact: to bfloat16 the interpreter cuts off and does not round."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return (torch.randint(-64, 64, (count,), generator=generator) / 8).to(dtype)
+
+
+def main(rank: int, size: int, capacity: int, folder: Path) -> None:
+    count = PeerBuffers.nbytes(size, capacity) // 8
+    memory = [torch.from_file(str(folder / str(i)), shared=True, size=count, dtype=torch.int64) for i in range(size)]
+    buffers = PeerBuffers.at([x.data_ptr() for x in memory], rank, capacity, torch.device("cpu"), BLOCK)
+    for step, (elements, dtype) in enumerate((elements, dtype) for dtype in DTYPES for elements in SIZES):
+        parts = [part(i, step, elements, dtype) for i in range(size)]
+        expected = torch.stack(parts).float().sum(dim=0).to(dtype)
+        assert torch.equal(all_reduce(parts[rank].clone(), buffers), expected), (step, elements, dtype)
+        ids = torch.stack([torch.arange(elements // 2) * (-1) ** i * (step + 1) + i for i in range(size)])
+        gathered = all_gather(ids[rank].to(torch.int32), buffers)
+        assert gathered.tolist() == ids.tolist(), (step, elements)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
