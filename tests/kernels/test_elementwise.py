@@ -6,7 +6,8 @@ import pytest
 import torch
 from kernel_inputs import assert_close, assert_equal, normal
 
-from nanoinfer.kernels import activation, norm, reference, rope
+from nanoinfer.kernels import activation, embed, norm, reference, rope
+from nanoinfer.kernels.kernel_set import EAGER
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -63,3 +64,14 @@ def test_qk_norm_rope_store(heads, kv_heads, head_dim, normed, device):
     for mine, theirs in zip(caches, expected_caches, strict=True):
         assert torch.equal(mine.isnan(), theirs.isnan()), "a slot was written that is not in the mapping, or missed"
         assert_close(mine.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 1030])
+def test_embedding_of_a_part_of_the_vocabulary_is_zero_elsewhere(width, dtype, device):
+    weight = normal(7, width, dtype=dtype, device=device)
+    token_ids = torch.tensor([0, 10, 16, 17, 9, 3, 12], device=device)
+    rows = embed.embed_part(token_ids, weight, 10)
+    assert torch.equal(rows, EAGER.embed_part(token_ids, weight, 10))
+    assert torch.equal(rows[1], weight[0])
+    assert rows[[0, 3, 4, 5]].abs().max() == 0

@@ -26,6 +26,12 @@ class KernelSet:
         """Rows of weight [V, H] by token id: [T] -> [T, H], in the dtype that the layers compute with."""
         return F.embedding(token_ids, weight)
 
+    def embed_part(self, token_ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
+        """embed with the rows of token first_id and those after it alone: zeros for all other tokens."""
+        rows = token_ids - first_id
+        elsewhere = (rows < 0) | (rows >= len(weight))
+        return self.embed(rows.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere[:, None], 0)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in] -> x @ weight.T + bias, [T, out]."""
         return F.linear(x, weight, bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels import activation, gemv, keep_bounds, norm, rope, sampling, skinny_matmul
+from nanoinfer.kernels import activation, embed, gemv, keep_bounds, norm, rope, sampling, skinny_matmul
 from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import KernelSet
 
@@ -15,6 +15,9 @@ class TritonKernels(KernelSet):
 
     name = "triton"
     reads_device_only = True
+
+    def embed_part(self, token_ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
+        return embed.embed_part(token_ids, weight, first_id)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _few(x, weight, bias=bias) if _is_few(x, weight) else F.linear(x, weight, bias)

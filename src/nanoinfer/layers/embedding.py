@@ -34,10 +34,7 @@ class Embedding:
         """[T] -> [T, H]."""
         if self._span.is_whole:
             return self._kernels.embed(token_ids, self.weight)
-        own = token_ids - self._span.start
-        elsewhere = (own < 0) | (own >= len(self._span))
-        rows = self._kernels.embed(own.masked_fill(elsewhere, 0), self.weight)
-        return self._group.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+        return self._group.all_reduce(self._kernels.embed_part(token_ids, self.weight, self._span.start))
 
     def weight_slots(self, name: str) -> dict[str, WeightSlot]:
         span = self._span
