@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.pop("PYTHONUNBUFFERED", None)  # users have it seldom, and it hides what happens at the last flush
+
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:

@@ -236,9 +236,9 @@ def test_a_message_of_several_lines_can_be_edited_in_all_of_them(start: Start) -
     screen.type('"""one\r')
     screen.shows(r'>>> """one\n\.\.\.')
     screen.type('two"""\x1b[A\x1b[D\x1b[D\x1b[D!\x1b[B\r')  # up, into "one", down again
-    screen.shows(r"\n!ONE\nTWO\n")
+    screen.shows(r"\n!ONE\nTWO\n(.*\n)+>>>\Z")
     screen.type("three\x1b\rfour\r")
-    screen.shows(r"\nTHREE\nFOUR\n")
+    screen.shows(r"\nTHREE\nFOUR\n(.*\n)+>>>\Z")
     screen.type("\x1b[A")
     screen.shows(r">>> three\n\.\.\. four\Z")  # one entry in the history
 

@@ -141,13 +141,25 @@ def test_a_stream_that_is_full_is_one_sentence(start: Callable[..., subprocess.P
             assert "Exception ignored" not in err
 
 
+@pytest.mark.parametrize("unbuffered", [{}, {"PYTHONUNBUFFERED": "1"}])
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect-cache", "--plan", "--memory", "80GiB", "--json"]])
-def test_a_report_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> None:
+def test_a_report_that_cannot_be_written_is_one_sentence(arguments: list[str], unbuffered: dict[str, str]) -> None:
+    command, environment = [sys.executable, "-m", "nanoinfer", *arguments], os.environ | unbuffered
     with open("/dev/full", "wb") as full:
-        process = subprocess.run([sys.executable, "-m", "nanoinfer", *arguments], stdout=full, stderr=subprocess.PIPE)
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
     assert process.returncode == 1
     assert process.stderr.startswith(b"error: cannot write standard output: No space left on device")
     assert process.stderr.count(b"\n") == 1
+
+
+def test_a_reader_who_has_seen_enough_of_a_report_gets_no_message() -> None:
+    command = [sys.executable, "-m", "nanoinfer", "inspect-cache", "--plan", "--memory", "80GiB"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    assert process.communicate(timeout=30)[1] == b""
+    assert process.returncode == 128 + 13
 
 
 def test_names_of_standard_output(start: Callable[..., subprocess.Popen[str]], prompts: Path, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_the_wheel_has_every_module_and_data_file(wheel: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.timeout(1200)  # torch is installed once more
 def test_the_wheel_installs_into_an_empty_environment_and_runs(wheel: Path, tmp_path: Path) -> None:
     home = tmp_path / "env"
     venv.create(home, with_pip=True)

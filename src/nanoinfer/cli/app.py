@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from nanoinfer.cli import bench, chat, generate, inspect_cache
-from nanoinfer.cli.command import ENGINE_FAILURE, command, output_error
+from nanoinfer.cli.command import BROKEN_PIPE, ENGINE_FAILURE, command, discard_output, output_error
 from nanoinfer.cli.completion import install_completion, prepare_completion, show_completion
 from nanoinfer.cli.help import PanelGroup
 from nanoinfer.cli.session import Services
@@ -93,10 +93,16 @@ def main(arguments: list[str] | None = None, services: Services | None = None) -
     words = tuple(sys.argv[1:] if arguments is None else arguments)
     prepare_completion()
     try:
-        app(arguments, prog_name="nanoinfer", obj=replace(services or Services(), arguments=words))
+        try:
+            app(arguments, prog_name="nanoinfer", obj=replace(services or Services(), arguments=words))
+        finally:  # it leaves through SystemExit
+            sys.stdout.flush()
     except NanoinferError as error:  # from the configuration file; a command handles its own
         Console().error(str(error))
         sys.exit(error.exit_code)
+    except BrokenPipeError:
+        discard_output()
+        sys.exit(BROKEN_PIPE)
     except OSError as error:  # of what typer prints itself, such as --help
         Console().error(str(output_error(error)))
         sys.exit(ENGINE_FAILURE)

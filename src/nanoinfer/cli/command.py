@@ -103,13 +103,14 @@ def run_guarded(body: Callable[[Session], int], display: DisplayOptions, service
     console = Console(quiet=display.quiet, no_color=display.no_color, ascii=display.ascii)
     try:
         with Interrupts.installed() as interrupts:
-            return body(Session(display, console, interrupts, services))
+            code = body(Session(display, console, interrupts, services))
+            sys.stdout.flush()  # here its failure still has a message and an exit code
+            return code
     except (KeyboardInterrupt, Terminated) as signal:
         console.clear_status()
         return Interrupts.exit_code(signal)
     except BrokenPipeError:
-        # Whoever read the result has seen enough (`| head`). The null device keeps Python's last flush quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()  # whoever read the result has seen enough (`| head`)
         return BROKEN_PIPE
     except NanoinferError as error:
         _show(console, error, display.verbose)
@@ -123,8 +124,17 @@ def run_guarded(body: Callable[[Session], int], display: DisplayOptions, service
 
 
 def output_error(error: OSError) -> EngineError:
-    """What to say where standard output cannot be written."""
+    """What to say where standard output cannot be written; what is left of it is given up."""
+    discard_output()
     return EngineError(f"cannot write standard output: {error.strerror}; send it elsewhere.")
+
+
+def discard_output() -> None:
+    """Send the rest of standard output to the null device.
+
+    Python flushes once more at its end, which would fail again and be reported in its own words.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show(console: Console, error: Exception, verbose: bool) -> None:
