@@ -100,7 +100,7 @@ class BlockManager:
             if block is None:
                 awaits_block = digest in self._being_computed
                 break
-            if verify and (self._parents[block] != parent or self._contents[block] != self._content(seq, i)):
+            if verify and (self._parents[block] != parent or self._contents[block] != seq.block_contents[i]):
                 break
             num_revived += self._ref_counts[block] == 0
             hits.append(block)
@@ -152,7 +152,7 @@ class BlockManager:
             self._no_longer_computing(digest, seq)
             # Where equal blocks were computed twice, the first one stays in the index.
             if digest not in self._index:
-                self._parents[block], self._contents[block], self._hits[block] = parent, self._content(seq, i), 0
+                self._parents[block], self._contents[block], self._hits[block] = parent, seq.block_contents[i], 0
                 self._digests[block] = digest
                 self._index[digest] = block
             seq.num_published_blocks = i + 1
@@ -202,7 +202,9 @@ class BlockManager:
         """(digest of block i - 1, digest of block i): xxh3-128 over the former (nothing if i is 0) and the content."""
         parent = seq.block_digests[i - 1] if i else b""
         if i == len(seq.block_digests):
-            seq.block_digests.append(xxh3_128_digest(parent + self._content(seq, i)))
+            content = self._content(seq, i)
+            seq.block_contents[i:] = [content]  # in place of one whose digest an interrupt has prevented
+            seq.block_digests.append(xxh3_128_digest(parent + content))
         return parent, seq.block_digests[i]
 
     def _unpublish(self, block: int) -> None:

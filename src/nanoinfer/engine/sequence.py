@@ -34,6 +34,7 @@ class Sequence:
     __slots__ = (
         "arrival_order",
         "arrival_time",
+        "block_contents",
         "block_digests",
         "block_table",
         "error",
@@ -89,7 +90,9 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at the first scheduling
         self.block_table: list[int] = []
-        self.block_digests: list[bytes] = []  # of the leading full blocks of token_ids, as far as needed so far
+        # Of the leading full blocks of token_ids, as far as needed so far: chained digests, and tokens as packed bytes.
+        self.block_digests: list[bytes] = []
+        self.block_contents: list[bytes] = []
         self.num_published_blocks = 0  # leading blocks of the table that need no publishing any more
         self.row = -1  # its row in the data plane; -1 unless RUNNING
 
