@@ -1,4 +1,4 @@
-"""GEMV and skinny matrix product, with everything that is fused into them, against the torch twins in sequence."""
+"""GEMV, skinny and tiled matrix products, with everything that is fused into them, against the torch twins in sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from kernel_inputs import assert_close, normal
 
-from nanoinfer.kernels import gemv, reference, skinny_matmul
+from nanoinfer.kernels import few_tokens_matmul, gemv, reference, skinny_matmul
+from nanoinfer.kernels.few_tokens_matmul import TileConfig
 
 EPS = 1e-6
 
@@ -33,9 +34,23 @@ def skinny_in_tiles(*args, **kwargs):
     return skinny_matmul.skinny_matmul(*args, config=skinny_matmul.SkinnyConfig(16, 2, 32), **kwargs)
 
 
+def tiles(*config):
+    def product(*args, **kwargs):
+        return few_tokens_matmul.few_tokens_matmul(*args, config=TileConfig(*config), **kwargs)
+
+    return product
+
+
+one_tile = tiles(64, 32, 64, 1, 4, 3)
+split_tiles = tiles(16, 16, 32, 3, 2, 2)
+preloaded_tiles = tiles(32, 64, 64, 2, 4, 1, False, True)
+
+
 @pytest.mark.parametrize(
     ("kernel", "tokens"),
-    [(gemv.gemv, 1), (gemv_in_tiles, 1), (skinny_matmul.skinny_matmul, 1), (skinny_in_tiles, 5), (skinny_in_tiles, 17)],
+    [(gemv.gemv, 1), (gemv_in_tiles, 1), (skinny_matmul.skinny_matmul, 1), (skinny_in_tiles, 5), (skinny_in_tiles, 17)]
+    + [(one_tile, 32), (one_tile, 33), (split_tiles, 17), (preloaded_tiles, 64)]
+    + [(few_tokens_matmul.few_tokens_matmul, 2)],
 )
 @pytest.mark.parametrize("fused", ["nothing", "norm", "norm+swiglu", "residual", "norm+bias+residual"])
 @pytest.mark.parametrize(("features", "width"), [(48, 128), (37, 200)])
@@ -68,3 +83,25 @@ def test_logits_are_not_rounded_to_the_weights_dtype(kernel, tokens, device):
     x = normal(tokens, 64, dtype=torch.bfloat16, device=device)
     weight = normal(40, 64, dtype=torch.bfloat16, device=device)
     assert_close(kernel(x, weight, out_dtype=torch.float32), x.float() @ weight.float().T)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_splits_leave_their_counters_at_zero_and_write_only_the_result(swiglu, device, monkeypatch):
+    partial = torch.full((2**16,), float("nan"), device=device)
+    counters = torch.zeros(64, dtype=torch.int32, device=device)
+    monkeypatch.setattr(few_tokens_matmul, "_workspace", lambda device: (partial, counters))
+    outputs = []
+
+    def poisoned(*shape, **options):
+        outputs.append(torch.full((shape[0] + 1, shape[1]), float("nan"), **options))
+        return outputs[-1][: shape[0]]
+
+    x = normal(17, 200, dtype=torch.bfloat16, device=device)
+    weight = normal(96, 200, dtype=torch.bfloat16, device=device, seed=1) * 200**-0.5
+    with monkeypatch.context() as patch:
+        patch.setattr(few_tokens_matmul.torch, "empty", poisoned)
+        first, second = (split_tiles(x, weight, swiglu=swiglu) for _ in range(2))
+    assert_close(first, expected(x, weight, swiglu=swiglu))
+    assert torch.equal(first, second)
+    assert not counters.any()
+    assert all(out[-1].isnan().all() for out in outputs)

@@ -21,7 +21,7 @@ SHARED_LIMIT = 227 * 1024  # bytes per program, on sm_90
 
 
 class StreamConfig(NamedTuple):
-    features: int  # weight rows per program: 64 for every four warps, or a multiple
+    features: int  # weight rows per program: 64 or 128
     tokens: int  # per program
     width: int  # elements of K per step
     splits: int  # programs that share a tile's K
@@ -60,7 +60,10 @@ def _stream_kernel(
     # Eight elements, 16 bytes, per thread and request.
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [WARPS, 1], [1, 0])
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [OUT_N // 8, 256 // OUT_N], [1, WARPS], [0, 1])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    ROW_WARPS: gl.constexpr = min(WARPS, BLOCK_N // 16)  # further warps take other tokens
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [ROW_WARPS, WARPS // ROW_WARPS], [16, BLOCK_M * ROW_WARPS // WARPS, 16]
+    )
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_K], gl.bfloat16)
     TOKENS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], gl.bfloat16)
     weights = gl.allocate_shared_memory(gl.bfloat16, [STEPS, BLOCK_N, BLOCK_K], WEIGHTS)
