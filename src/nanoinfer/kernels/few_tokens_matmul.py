@@ -1,4 +1,4 @@
-"""Products of some tens of tokens with a weight, as tiles of W x^T on the tensor cores, with SwiGLU and residual fused in.
+"""Products of some tens of tokens with a weight: tiles of W x^T on the tensor cores, with SwiGLU and residual fused in.
 
 Features are the rows of a tile and tokens its columns, so that few tokens do not leave a tensor-core instruction half
 empty. Where the weight has few rows, K is cut among programs: each stores its float32 sums, and the last one of a tile
@@ -35,7 +35,6 @@ class TileConfig(NamedTuple):
     num_warps: int
     num_stages: int
     prefetch: bool = True  # weights into L2 before the wait
-    preload: bool = False  # weights into registers before the wait
 
 
 @triton.jit
@@ -73,7 +72,6 @@ def _tile_kernel(
     EVEN: tl.constexpr,  # K is a multiple of what the splits take
     PREFETCH: tl.constexpr,  # bytes that one request brings into L2, as text, or ""
     PREFETCHES: tl.constexpr,  # requests per row
-    PRELOAD: tl.constexpr,
     SWIGLU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -97,40 +95,19 @@ def _tile_kernel(
     if PREFETCH != "":
         piece = begin + tl.arange(0, PREFETCHES) * (STEPS * BLOCK_K // PREFETCHES)
         _prefetch_rows(weight_row[:, None] + piece[None, :], PREFETCH)
-    weights = ()
-    if PRELOAD:
-        for step in tl.static_range(STEPS):
-            column = begin + step * BLOCK_K + lane_k
-            if EVEN:
-                weights += (tl.load(weight_row[:, None] + column[None, :]),)  # type: ignore[assignment]
-            else:
-                inside = (column < K)[None, :]
-                weights += (tl.load(weight_row[:, None] + column[None, :], mask=inside, other=0.0),)  # type: ignore[assignment]
     wait_for_inputs(PDL)
 
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if PRELOAD:
-        tokens = ()
-        for step in tl.static_range(STEPS):
-            column = begin + step * BLOCK_K + lane_k
-            if EVEN:
-                tokens += (tl.load(x_row[:, None] + column[None, :]),)  # type: ignore[assignment]
-            else:
-                inside = (column < K)[None, :]
-                tokens += (tl.load(x_row[:, None] + column[None, :], mask=inside, other=0.0),)  # type: ignore[assignment]
-        for step in tl.static_range(STEPS):
-            acc = dot(weights[step], tl.trans(tokens[step]), acc)
-    else:
-        for step in tl.range(0, STEPS, num_stages=STAGES):
-            column = begin + step * BLOCK_K + lane_k
-            if EVEN:
-                weight = tl.load(weight_row[:, None] + column[None, :])
-                x = tl.load(x_row[:, None] + column[None, :])
-            else:
-                inside = (column < K)[None, :]
-                weight = tl.load(weight_row[:, None] + column[None, :], mask=inside, other=0.0)
-                x = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0.0)
-            acc = dot(weight, tl.trans(x), acc)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        column = begin + step * BLOCK_K + lane_k
+        if EVEN:
+            weight = tl.load(weight_row[:, None] + column[None, :])
+            x = tl.load(x_row[:, None] + column[None, :])
+        else:
+            inside = (column < K)[None, :]
+            weight = tl.load(weight_row[:, None] + column[None, :], mask=inside, other=0.0)
+            x = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0.0)
+        acc = dot(weight, tl.trans(x), acc)
 
     tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     part_ptr = partial_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + lane[:, None] * BLOCK_M
@@ -187,7 +164,7 @@ def _prefetch(config: TileConfig, steps: int, weight: Tensor) -> tuple[int, int]
     pieces = max(1, 32 * config.num_warps // config.features)
     elements = steps * config.width // pieces
     usable = weight.shape[1] == elements * pieces * config.splits and elements * weight.element_size() % 16 == 0
-    usable = usable and config.prefetch and not config.preload and not INTERPRETED.value
+    usable = usable and config.prefetch and not INTERPRETED.value
     return pieces, elements * weight.element_size() if usable and weight.data_ptr() % 16 == 0 else 0
 
 
@@ -203,7 +180,7 @@ def few_tokens_matmul(
     out_dtype: torch.dtype | None = None,
     config: TileConfig | StreamConfig | None = None,
 ) -> Tensor:
-    """x [M, K] @ weight [N, K].T -> [M, N] in out_dtype (x's if None). Arguments as in gemv. The norm is a kernel."""
+    """x [M, K] @ weight [N, K].T -> [M, N] in out_dtype (x's if None). Arguments as in gemv."""
     tokens, width = x.shape
     features = weight.shape[0] // 2 if swiglu else weight.shape[0]
     assert tokens >= 1, x.shape
@@ -212,10 +189,10 @@ def few_tokens_matmul(
     assert weight.is_contiguous()
     assert residual is None or residual.is_contiguous()
     assert not swiglu or bias is None
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
     out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
     config = config or _default_config(features, swiglu, tokens)
+    if norm_weight is not None and not (isinstance(config, StreamConfig) and config.fold_norm):
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
     partial, counters = _workspace(x.device)
     grid = (
         triton.cdiv(features * (1 + swiglu), config.features),
@@ -225,7 +202,7 @@ def few_tokens_matmul(
     assert grid[0] * grid[2] <= TILES, grid
     assert config.splits == 1 or grid[0] * grid[1] * grid[2] * config.features * config.tokens <= PARTIAL_SUMS, grid
     if isinstance(config, StreamConfig):
-        stream(x, weight, bias, residual, out, partial, counters, grid, swiglu, config)
+        stream(x, weight, norm_weight, eps, bias, residual, out, partial, counters, grid, swiglu, config)
         return out
     steps = triton.cdiv(width, config.splits * config.width)
     pieces, piece_bytes = _prefetch(config, steps, weight)
@@ -250,7 +227,6 @@ def few_tokens_matmul(
         EVEN=width == steps * config.splits * config.width,
         PREFETCH=str(piece_bytes) if piece_bytes else "",
         PREFETCHES=pieces,
-        PRELOAD=config.preload,
         SWIGLU=swiglu,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
