@@ -85,9 +85,11 @@ def _tile_kernel(
     lane = tl.arange(0, BLOCK_N)
     if SWIGLU:  # eight gate rows, then their up rows, and so on: a thread's sums are of rows eight apart
         first_feature = tl.program_id(0) * (BLOCK_N // 2)
+        feature = first_feature + tl.arange(0, BLOCK_N // 2)
         row = tl.minimum(first_feature + lane // 16 * 8 + lane % 8, N - 1) + lane // 8 % 2 * N
     else:
         first_feature = tl.program_id(0) * BLOCK_N
+        feature = first_feature + lane
         row = tl.minimum(first_feature + lane, N - 1)
     weight_row = weight_ptr + row.to(tl.int64) * K
     x_row = x_ptr + tl.minimum(token, M - 1).to(tl.int64) * x_stride
@@ -95,8 +97,12 @@ def _tile_kernel(
     if PREFETCH != "":
         piece = begin + tl.arange(0, PREFETCHES) * (STEPS * BLOCK_K // PREFETCHES)
         _prefetch_rows(weight_row[:, None] + piece[None, :], PREFETCH)
+    valid = (feature < N)[:, None] & (token < M)[None, :]
+    place = token.to(tl.int64)[None, :] * N + feature[:, None]
     wait_for_inputs(PDL)
 
+    if RESIDUAL:  # needed last, but then it would be waited for
+        residual = tl.load(residual_ptr + place, mask=valid, other=0.0)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         column = begin + step * BLOCK_K + lane_k
@@ -128,16 +134,12 @@ def _tile_kernel(
             pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1])
             gate, up = tl.split(pairs)
             out = tl.reshape(gate * tl.sigmoid(gate) * up, [BLOCK_N // 2, BLOCK_M])
-            feature = first_feature + tl.arange(0, BLOCK_N // 2)
         else:
             out = acc
-            feature = first_feature + lane
         if BIAS:
             out += tl.load(bias_ptr + feature, mask=feature < N, other=0.0).to(tl.float32)[:, None]
-        valid = (feature < N)[:, None] & (token < M)[None, :]
-        place = token.to(tl.int64)[None, :] * N + feature[:, None]
         if RESIDUAL:
-            out += tl.load(residual_ptr + place, mask=valid, other=0.0).to(tl.float32)
+            out += residual.to(tl.float32)
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=valid)
 
 

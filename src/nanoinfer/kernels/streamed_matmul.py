@@ -103,6 +103,8 @@ def _stream_kernel(
     out_token = first_token + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))
     place = out_token.to(gl.int64)[None, :] * N + feature[:, None]
     valid = (feature < N)[:, None] & (out_token < M)[None, :]
+    if RESIDUAL:  # needed last, but then it would be waited for
+        residual = gl.load(residual_ptr + place, mask=valid, other=0.0)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
     squares = gl.zeros([BLOCK_M, BLOCK_K], gl.float32, COPY)
     for step in gl.static_range(STEPS):
@@ -152,7 +154,7 @@ def _stream_kernel(
         if BIAS:
             out += gl.load(bias_ptr + feature, mask=feature < N, other=0.0).to(gl.float32)[:, None]
         if RESIDUAL:
-            out += gl.load(residual_ptr + place, mask=valid, other=0.0).to(gl.float32)
+            out += residual.to(gl.float32)
         gl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=valid)
 
 
