@@ -101,7 +101,8 @@ def _tile_kernel(
     place = token.to(tl.int64)[None, :] * N + feature[:, None]
     wait_for_inputs(PDL)
 
-    if RESIDUAL:  # needed last, but then it would be waited for
+    EARLY: tl.constexpr = BLOCK_N * BLOCK_M <= 64 * 64  # more would not fit into registers beside the sums
+    if RESIDUAL and EARLY:  # needed last, but then it would be waited for
         residual = tl.load(residual_ptr + place, mask=valid, other=0.0)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -139,6 +140,8 @@ def _tile_kernel(
         if BIAS:
             out += tl.load(bias_ptr + feature, mask=feature < N, other=0.0).to(tl.float32)[:, None]
         if RESIDUAL:
+            if not EARLY:
+                residual = tl.load(residual_ptr + place, mask=valid, other=0.0)
             out += residual.to(tl.float32)
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=valid)
 
