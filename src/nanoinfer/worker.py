@@ -77,6 +77,8 @@ def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
         ranks_on_host = launch.ranks_on_host
         if device.type == "cuda":
             device = torch.device("cuda", launch.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL is there: nothing of this rank may land on the first device
     group = join_ranks(store, partition, device, ranks_on_host=ranks_on_host, timeout_s=timeout_s)
     plane = _build(channel, setup, device, group)
     channel.send_report(stage="ready")

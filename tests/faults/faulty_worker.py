@@ -35,20 +35,27 @@ def act(fault: str) -> None:
 
 def break_steps() -> None:
     from nanoinfer.runner.model_runner import ModelRunner
+    from nanoinfer.runner.overlapped_runner import OverlappedRunner  # on a GPU
 
-    run, count = ModelRunner.run, 0
+    count = 0
 
-    def faulty_run(self, batch):  # type: ignore[no-untyped-def]
-        nonlocal count
-        count += 1
-        note("decode" if batch.num_decodes else "prefill")
-        if FAULT == "slow":
-            time.sleep(0.3)
-        elif count == STEP:
-            act(FAULT)
-        return run(self, batch)
+    def break_method(runner, name):  # type: ignore[no-untyped-def]
+        run = getattr(runner, name)
 
-    ModelRunner.run = faulty_run  # type: ignore[method-assign]
+        def faulty_run(self, batch):  # type: ignore[no-untyped-def]
+            nonlocal count
+            count += 1
+            note("decode" if batch.num_decodes else "prefill")
+            if FAULT == "slow":
+                time.sleep(0.3)
+            elif count == STEP:
+                act(FAULT)
+            return run(self, batch)
+
+        setattr(runner, name, faulty_run)
+
+    break_method(ModelRunner, "run")
+    break_method(OverlappedRunner, "launch")
 
 
 def break_load() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class GraphCache:
         step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        stream = _capture_stream(torch.cuda.current_device())
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             output = step()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = (graph, output)
@@ -45,3 +47,9 @@ class GraphCache:
         graph, output = self._graphs[key]
         graph.replay()
         return output
+
+
+@cache
+def _capture_stream(device_index: int) -> torch.cuda.Stream:
+    """One for each device. torch's own default is one for all, on whichever device it was first used."""
+    return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import ConfigError, RankError
+from nanoinfer.layers.group import Group
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.partition import Partition
 from nanoinfer.models.weights import WeightSlot
@@ -43,7 +45,7 @@ def build_parallel(
     devices = rank_devices(device, ranks_on_host)
     threads, restore_threads = _threads_per_rank(device, ranks_on_host)
     torch.set_num_threads(threads)
-    partition = Partition(0, size)
+    partition, group = Partition(0, size), None
     try:
         ranks.wait_for("started")  # from here on the ranks are together, and time limits count
         store = store or open_store(partition, None, config.tp_timeout)
@@ -59,20 +61,28 @@ def build_parallel(
                 "config": asdict(config),
             }
         )
-        group = ranks.watching(
-            lambda: join_ranks(store, partition, devices[0], ranks_on_host=ranks_on_host, timeout_s=config.tp_timeout)
-        )
+
+        def connect() -> Group:
+            if devices[0].type == "cuda":
+                torch.cuda.set_device(devices[0])  # each thread has a current device of its own
+            return join_ranks(store, partition, devices[0], ranks_on_host=ranks_on_host, timeout_s=config.tp_timeout)
+
+        group = ranks.watching(connect)
 
         def load_together(slots: Mapping[str, WeightSlot]) -> None:
             load(slots)
             ranks.wait_for("loaded")
             ranks.tell(lambda rank: {})
 
-        plane = build_data_plane(config, model_config, devices[0], load=load_together, group=group)
+        with ranks.on_loss(group.abort):  # the worst step's exchanges would wait for a rank that is gone
+            plane = build_data_plane(config, model_config, devices[0], load=load_together, group=group)
         ranks.wait_for("ready")
         ranks.limit_sending(config.tp_timeout)
     except BaseException as error:
         torch.set_num_threads(restore_threads)
+        if group is not None:
+            with suppress(RuntimeError):
+                group.abort()
         if isinstance(error, RankError | OSError):
             raise ranks.explain(error) from error
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -13,6 +14,8 @@ from nanoinfer.runner.channel import STEP, encode_batch
 from nanoinfer.runner.executor import FailedStep, Runner, step_error
 from nanoinfer.runner.ranks import Ranks
 from nanoinfer.runner.watch import Watch
+
+ABORT_PATIENCE_S = 10.0
 
 
 class ParallelExecutor:
@@ -30,12 +33,13 @@ class ParallelExecutor:
         self._watch = Watch(ranks, timeout_s, group.abort)
         self._on_close = on_close
         self._failure: EngineError | None = None
+        self._closed = False
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         """Launch `batch` on all ranks; an exception is kept for the handle's `result`."""
-        assert self._runner is not None, "closed"
         if self._failure is not None:
             return FailedStep(self._failure)
+        assert self._runner is not None, "closed"
         with self._watch.uninterrupted():
             try:
                 self._watch.begin(batch.step)
@@ -46,13 +50,17 @@ class ParallelExecutor:
 
     def finish(self, step: int, handle: StepHandle) -> StepResult:
         """The result of step number `step`; raises what really went wrong if it failed."""
-        try:
-            result = handle.result()
-        except EngineError as error:
-            raise self.fail(error) from None
-        if self._watch.tripped:  # collectives that were aborted on a GPU end without an error, and without a result
-            raise self.fail(RankError("a step was given up"))
-        self._watch.end(step)
+        with self._watch.uninterrupted():  # on a GPU the wait for the other ranks is here
+            try:
+                result = handle.result()
+                if self._watch.tripped:  # an aborted NCCL kernel ends like any other, and nobody raises
+                    raise RankError("the exchanges between ranks were ended")
+            except EngineError as error:
+                self.fail(error)
+            else:
+                self._watch.end(step)
+        if self._failure is not None:
+            raise self._failure from None
         return result
 
     def discard(self) -> None:
@@ -69,18 +77,34 @@ class ParallelExecutor:
                 self._failure = error if isinstance(error, EngineError) else step_error(error)
             if self._failure is not error:
                 self._failure.__cause__ = error
+            # NCCL gives its communicator up only when all graphs with it are gone. So they go now, also from the frames
+            # that the error has kept.
+            _forget_variables(error)
+            self._runner = None
+            self._watch.abort()  # steps under way wait for ranks that end now
             self._ranks.kill()
         return self._failure
 
     def close(self) -> None:
         """End the other ranks and drop the runner; its graphs go before the group that their collectives use."""
-        if self._runner is not None:
+        if not self._closed:
+            self._closed = True
             self._watch.close()
             self._ranks.stop()
             self._runner = None
-            self._group.close()
+            self._close_group()
             self._on_close()
             torch.cuda.empty_cache()  # nothing where CUDA was not used
+
+    def _close_group(self) -> None:
+        """After a failure without waiting for exchanges that will never end."""
+        if self._failure is not None or self._watch.tripped:
+            # A graph that somebody still holds keeps it from ending; then it ends with the process.
+            aborting = self._watch.abort()
+            aborting.join(ABORT_PATIENCE_S)
+            if aborting.is_alive():
+                return
+        self._group.close()
 
 
 class _Step:
@@ -93,3 +117,12 @@ class _Step:
 
     def result(self) -> StepResult:
         return self._executor.finish(self._step, self._handle)
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Clear the frames that `error` and what led to it came through, which stay alive as long as it does."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -17,7 +17,8 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,6 +143,28 @@ class Ranks:
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         return outcome[0]
+
+    @contextmanager
+    def on_loss(self, function: Callable[[], None]) -> Iterator[None]:
+        """Call function() in a thread as soon as a rank closes its channel; what ranks tell stays to be read."""
+        hung_up = getattr(select, "POLLRDHUP", 0)
+        poller, (ours, theirs) = select.poll(), socket.socketpair()
+        for stream in [*self.streams(), theirs]:
+            poller.register(stream, hung_up)
+
+        def wait() -> None:
+            if theirs.fileno() not in {fd for fd, _ in poller.poll()}:
+                with suppress(RuntimeError):
+                    function()
+
+        thread = threading.Thread(target=wait, name="nanoinfer-on-loss", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ours.close()
+            thread.join()
+            theirs.close()
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

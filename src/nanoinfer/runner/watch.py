@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from nanoinfer.runner.ranks import Ranks
@@ -32,6 +32,7 @@ class Watch:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._abort = abort
+        self._aborting: threading.Thread | None = None
         # When each step under way was launched, by its number. Replaced and never changed, since the thread reads it.
         self._began: dict[int, float] = {}
         self._wake, self._awake = socket.socketpair()
@@ -83,6 +84,18 @@ class Watch:
             if signum in handlers:
                 handlers[signum](signum, None)
 
+    def abort(self) -> threading.Thread:
+        """Abort in a thread of its own, once. NCCL makes its kernels end at once, but the call returns only when no
+        CUDA graph with one of them is left."""
+        if self._aborting is None:
+            self._aborting = threading.Thread(target=self._abort_quietly, name="nanoinfer-abort", daemon=True)
+            self._aborting.start()
+        return self._aborting
+
+    def _abort_quietly(self) -> None:
+        with suppress(RuntimeError):  # what went wrong is told by the step
+            self._abort()
+
     def close(self) -> None:
         self._awake.close()
         self._thread.join()
@@ -123,4 +136,4 @@ class Watch:
     def _trip(self) -> None:
         if not self.tripped:
             self.tripped = True
-            self._abort()
+            self.abort()
