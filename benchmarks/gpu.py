@@ -122,75 +122,85 @@ class Bench:
         self.emit(part="check", what="largest logprob difference on equal tokens", value=distance)
 
     def bench256(self) -> None:
+        with self.open(max_num_seqs=256) as llm:
+            self.bench256_rows(llm)
+
+    def bench256_rows(self, llm: LLM) -> None:
         random.seed(0)
         prompts = [[random.randint(0, 10_000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
         params = [
             SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=random.randint(100, 1024)) for _ in range(256)
         ]
         tokens = sum(p.max_tokens or 0 for p in params)
-        with self.open(max_num_seqs=256) as llm:
-            # Once with other prompts: kernels are compiled and graphs captured, as the peers do at their start.
-            self.seconds(llm, [[id_ + 1 for id_ in prompt] for prompt in prompts], params)
-            samples, splits = [], []
-            for _ in range(self.options.repeat):
-                llm.reset_prefix_cache()
-                subscription = llm.events.subscribe()
-                samples.append(tokens / self.seconds(llm, prompts, params))
-                events = subscription.drain()
-                llm.events.unsubscribe(subscription)
-                decodes = [event for event in events if event.kind == "decode" and event.running > 200]
-                splits.append(
-                    {
-                        "steps": len(events),
-                        "preemptions": sum(event.preemptions for event in events),
-                        "schedule_ms": statistics.median(event.schedule_ms for event in events),
-                        "decode_device_ms": statistics.median([e.device_ms for e in decodes] or [0]),
-                        "decode_interval_ms": statistics.median(
-                            [b.time - a.time for a, b in itertools.pairwise(decodes)] or [0]
-                        )
-                        * 1e3,
-                        "device_s": sum(event.device_ms for event in events) / 1e3,
-                    }
-                )
-            self.emit(part="bench256", unit="output tok/s", median=statistics.median(samples), samples=samples,
-                      prompt_tokens=sum(map(len, prompts)), output_tokens=tokens, splits=splits,
-                      engine=str(llm.info))  # fmt: skip
+        # Once with other prompts: kernels are compiled and graphs captured, as the peers do at their start.
+        self.seconds(llm, [[id_ + 1 for id_ in prompt] for prompt in prompts], params)
+        samples, splits = [], []
+        for _ in range(self.options.repeat):
+            llm.reset_prefix_cache()
+            subscription = llm.events.subscribe()
+            samples.append(tokens / self.seconds(llm, prompts, params))
+            events = subscription.drain()
+            llm.events.unsubscribe(subscription)
+            decodes = [event for event in events if event.kind == "decode" and event.running > 200]
+            splits.append(
+                {
+                    "steps": len(events),
+                    "preemptions": sum(event.preemptions for event in events),
+                    "schedule_ms": statistics.median(event.schedule_ms for event in events),
+                    "decode_device_ms": statistics.median([e.device_ms for e in decodes] or [0]),
+                    "decode_interval_ms": statistics.median(
+                        [b.time - a.time for a, b in itertools.pairwise(decodes)] or [0]
+                    )
+                    * 1e3,
+                    "device_s": sum(event.device_ms for event in events) / 1e3,
+                }
+            )
+        self.emit(part="bench256", unit="output tok/s", median=statistics.median(samples), samples=samples,
+                  prompt_tokens=sum(map(len, prompts)), output_tokens=tokens, splits=splits,
+                  engine=str(llm.info))  # fmt: skip
 
     def decode(self) -> None:
         with self.open(max_num_seqs=256) as llm:
-            for batch, length, count in ((1, 128, 513), (32, 128, 513)):
-                one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
-                many = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
-                for warm_up in (98, 99):  # the second step of a size is the one that captures its graph
-                    llm.reset_prefix_cache()
-                    self.seconds(llm, self.prompts(batch, length, seed=warm_up), many)
-                first, tpot = [], []
-                for i in range(self.options.repeat):
-                    llm.reset_prefix_cache()
-                    first.append(self.seconds(llm, self.prompts(batch, length, seed=2 * i), one))
-                    total = self.seconds(llm, self.prompts(batch, length, seed=2 * i + 1), many)
-                    tpot.append((total - first[-1]) / (count - 1) * 1e3)
-                self.emit(part=f"decode {batch}/{length}", unit="TPOT ms", median=statistics.median(tpot), samples=tpot)
-                self.emit(part=f"ttft {batch}/{length}", unit="ms", median=statistics.median(first) * 1e3,
-                          samples=[x * 1e3 for x in first])  # fmt: skip
+            self.decode_rows(llm)
+
+    def decode_rows(self, llm: LLM) -> None:
+        for batch, length, count in ((1, 128, 513), (32, 128, 513)):
+            one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
+            many = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=count)
+            for warm_up in (98, 99):  # the second step of a size is the one that captures its graph
+                llm.reset_prefix_cache()
+                self.seconds(llm, self.prompts(batch, length, seed=warm_up), many)
+            first, tpot = [], []
+            for i in range(self.options.repeat):
+                llm.reset_prefix_cache()
+                first.append(self.seconds(llm, self.prompts(batch, length, seed=2 * i), one))
+                total = self.seconds(llm, self.prompts(batch, length, seed=2 * i + 1), many)
+                tpot.append((total - first[-1]) / (count - 1) * 1e3)
+            self.emit(part=f"decode {batch}/{length}", unit="TPOT ms", median=statistics.median(tpot), samples=tpot)
+            self.emit(part=f"ttft {batch}/{length}", unit="ms", median=statistics.median(first) * 1e3,
+                      samples=[x * 1e3 for x in first])  # fmt: skip
 
     def prefill(self) -> None:
-        one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
         with self.open(max_model_len=16_400, max_num_batched_tokens=16_384) as llm:
-            for count, length in ((8, 4000), (1, 16_384)):
-                self.seconds(llm, self.prompts(count, length, seed=50), one)
-                samples = []
-                for i in range(self.options.repeat):
-                    llm.reset_prefix_cache()
-                    samples.append(count * length / self.seconds(llm, self.prompts(count, length, seed=60 + i), one))
-                self.emit(part=f"prefill {count}x{length}", unit="tok/s", median=statistics.median(samples),
-                          samples=samples)  # fmt: skip
+            self.prefill_rows(llm, ((8, 4000), (1, 16_384)))
+
+    def prefill_rows(self, llm: LLM, cases: tuple[tuple[int, int], ...]) -> None:
+        one = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1)
+        for count, length in cases:
+            self.seconds(llm, self.prompts(count, length, seed=50), one)
+            samples = []
+            for i in range(self.options.repeat):
+                llm.reset_prefix_cache()
+                samples.append(count * length / self.seconds(llm, self.prompts(count, length, seed=60 + i), one))
+            self.emit(part=f"prefill {count}x{length}", unit="tok/s", median=statistics.median(samples),
+                      samples=samples)  # fmt: skip
 
     def start(self) -> None:
         """Process start to first token, kernel caches empty and then filled."""
+        options = {"load_format": "dummy", "max_model_len": 4096} | self.options.engine
         code = (
             "import sys, time; from nanoinfer import LLM, SamplingParams\n"
-            f"llm = LLM({self.folder!r}, load_format='dummy', max_model_len=4096)\n"
+            f"llm = LLM({self.folder!r}, **{options!r})\n"
             "llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, temperature=0))\n"
         )
         with tempfile.TemporaryDirectory() as cache:
@@ -201,21 +211,31 @@ class Bench:
                 self.emit(part=f"start {kind}", unit="s", value=time.perf_counter() - started)
 
 
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
+
+
+def engine_options(settings: list[str]) -> dict[str, Any]:
+    """The engine options of NAME=VALUE, values being Python literals or else plain words."""
+    options: dict[str, Any] = {}
+    for setting in settings:
+        name, value = setting.split("=", 1)
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="check,bench256,decode,prefill,start")
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings")
+    add_settings(parser)
     options = parser.parse_args()
-    options.engine = {}
-    for setting in options.settings:
-        name, value = setting.split("=", 1)
-        try:
-            options.engine[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options.engine[name] = value
+    options.engine = engine_options(options.settings)
     bench = Bench(options)
     bench.emit(part="machine", **facts())
     for part in options.parts.split(","):
