@@ -234,7 +234,7 @@ def read_rows(results: Sequence[dict[str, Any]], shape: str = "0.6b", ranks: int
         part, size = result.get("part"), int(result.get("tp", ranks))
         if part in WORKLOADS and "median" in result:
             rows.append(Row(part, result.get("shape", shape), size, float(result["median"])))
-        elif part == "allreduce" and result.get("what") == "all_reduce" and "us" in result:
+        elif part == "allreduce" and result.get("what") == "all_reduce" and result.get("via", "engine") == "engine":
             rows.append(Row(part, "", size, result["us"] / 1e6, float(result["bytes"])))
     return rows
 

@@ -163,39 +163,56 @@ def measure_all_reduce(ranks: int, device: str, limit_s: float) -> list[dict[str
             raise RuntimeError(f"a rank failed:\n{errors[-1500:]}")
     by_rank = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
     return [
-        {"what": rows[0]["what"], "bytes": rows[0]["bytes"], "us": max(row["us"] for row in rows),
+        {**{name: rows[0][name] for name in ("what", "via", "bytes")}, "us": max(row["us"] for row in rows),
          "us_by_rank": [row["us"] for row in rows], "is_right": all(row["is_right"] for row in rows)}
         for rows in zip(*by_rank, strict=True)
     ]  # fmt: skip
 
 
 def all_reduce_rank(kind: str, ranks: int, host: str, port: int, rank: int) -> None:
-    """One rank of `measure_all_reduce`: prints a JSON line for each operation and size."""
+    """One rank of `measure_all_reduce`: prints a JSON line for each operation and size, through NCCL (or gloo) alone
+    and as the engine does it."""
     from nanoinfer.models.partition import Partition
-    from nanoinfer.runner.process_group import DistributedGroup, open_store
+    from nanoinfer.runner.process_group import DistributedGroup, join_ranks, open_store
 
     partition, device = Partition(rank, ranks), torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     store = open_store(partition, (host, port), 60)
-    group = DistributedGroup(store, partition, device, ranks_on_host=ranks, timeout_s=60)
+    for via, make in (("library", DistributedGroup), ("engine", join_ranks)):
+        group = make(store_of(via, store), partition, device, ranks_on_host=ranks, timeout_s=60)
+        _sweep(group, device, via)
+        group.close()
+
+
+def store_of(name: str, store: Any) -> Any:
+    """A part of the store, so that two groups do not read each other's keys."""
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(name, store)
+
+
+@torch.inference_mode()
+def _sweep(group: Any, device: torch.device, via: str) -> None:
+    ranks, rank = group.size, group.rank
     total = ranks * (ranks + 1) // 2
-    with torch.inference_mode():
-        for size in SIZES if kind == "cuda" else SIZES[:4]:
-            pattern = (torch.arange(size // 2, device=device) % 13).to(torch.bfloat16)
-            summed = group.all_reduce(pattern * (rank + 1))
-            is_right = torch.equal(summed, pattern * total)
-            buffer = torch.zeros_like(pattern)
-            us = _microseconds(lambda x: group.all_reduce(x), buffer, 20 if size < 1 << 22 else 5)
-            print(json.dumps({"what": "all_reduce", "bytes": size, "us": us, "is_right": is_right}), flush=True)
-        for batch in (1, 32, 256):  # what sampling exchanges
-            pairs = torch.full((2, batch), rank, dtype=torch.int32, device=device)
-            gathered = group.all_gather(pairs)
-            is_right = gathered[:, 0, 0].tolist() == list(range(ranks))
-            us = _microseconds(lambda x: group.all_gather(x)[0], pairs, 20)
-            print(json.dumps({"what": "all_gather", "bytes": 8 * batch, "us": us, "is_right": is_right}), flush=True)
-    group.close()
+    for size in SIZES if device.type == "cuda" else SIZES[:4]:
+        pattern = (torch.arange(size // 2, device=device) % 13).to(torch.bfloat16)
+        summed = group.all_reduce(pattern * (rank + 1))
+        is_right = torch.equal(summed, pattern * total)
+        buffer = torch.zeros_like(pattern)
+        us = _microseconds(lambda x: group.all_reduce(x), buffer, 20 if size < 1 << 22 else 5)
+        print(json.dumps({"what": "all_reduce", "via": via, "bytes": size, "us": us, "is_right": is_right}), flush=True)
+    for batch in (1, 32, 256):  # what sampling exchanges
+        pairs = torch.full((2, batch), rank, dtype=torch.int32, device=device)
+        gathered = group.all_gather(pairs)
+        is_right = gathered[:, 0, 0].tolist() == list(range(ranks))
+        us = _microseconds(lambda x: group.all_gather(x)[0], pairs, 20)
+        print(
+            json.dumps({"what": "all_gather", "via": via, "bytes": 8 * batch, "us": us, "is_right": is_right}),
+            flush=True,
+        )
 
 
 def _microseconds(operation: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, replays: int) -> float:
