@@ -180,10 +180,16 @@ def all_reduce_rank(kind: str, ranks: int, host: str, port: int, rank: int) -> N
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     store = open_store(partition, (host, port), 60)
-    for via, make in (("library", DistributedGroup), ("engine", join_ranks)):
-        group = make(store_of(via, store), partition, device, ranks_on_host=ranks, timeout_s=60)
+    library = DistributedGroup(store_of("library", store), partition, device, ranks_on_host=ranks, timeout_s=60)
+    engine = join_ranks(store_of("engine", store), partition, device, ranks_on_host=ranks, timeout_s=60)
+    groups = {"library": library, "engine": engine}
+    if kind == "cuda":
+        from nanoinfer.runner.peer_group import with_peer_memory
+
+        for block in (128, 256, 512, 1024):
+            groups[f"peers, {block} words"] = with_peer_memory(library, device, most_sent=1 << 23, block=block)
+    for via, group in groups.items():
         _sweep(group, device, via)
-        group.close()
 
 
 def store_of(name: str, store: Any) -> Any:

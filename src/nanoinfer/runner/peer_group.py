@@ -12,16 +12,17 @@ from nanoinfer.runner.peer_memory import PeerMemory
 MOST_SENT = 1 << 20  # bytes of a tensor times the ranks to send it to; beyond, NCCL is faster (H200, NVLink)
 
 
-def with_peer_memory(group: Group, device: torch.device) -> Group:
+def with_peer_memory(
+    group: Group, device: torch.device, *, most_sent: int = MOST_SENT, block: int = peer_exchange.BLOCK
+) -> Group:
     """`group` itself where its ranks cannot write each other's memory. All ranks must call this."""
-    block = peer_exchange.BLOCK
-    capacity = MOST_SENT // (group.size - 1) // peer_exchange.WORD_BYTES // block * block
+    capacity = most_sent // (group.size - 1) // peer_exchange.WORD_BYTES // block * block
     with torch.cuda.device(device):
         memory = PeerMemory(group, peer_exchange.PeerBuffers.nbytes(group.size, capacity), device)
     if memory.addresses is None:
         memory.close()
         return group
-    buffers = peer_exchange.PeerBuffers.at(memory.addresses, group.rank, capacity, device)
+    buffers = peer_exchange.PeerBuffers.at(memory.addresses, group.rank, capacity, device, block)
     return PeerGroup(group, memory, buffers, device)
 
 

@@ -29,6 +29,7 @@ class PeerMemory:
     """
 
     def __init__(self, group: Group, nbytes: int, device: torch.device) -> None:
+        self._group = group
         self._device = device
         self._own = 0
         self._opened: list[int] = []
@@ -46,11 +47,14 @@ class PeerMemory:
             self.addresses = addresses
 
     def close(self) -> None:
-        """Give the memory back. No kernel may use it any more."""
+        """Give the memory back. No kernel may use it any more.
+
+        It may be freed only when nobody has it open. Rank 0 comes last; the others leave theirs to the end of the process.
+        """
         with torch.cuda.device(self._device):
             for address in self._opened:
                 self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
-            if self._own:
+            if self._own and self._group.rank == 0:
                 self._call("cuMemFree_v2", ctypes.c_uint64(self._own))
         self._opened, self._own = [], 0
 

@@ -8,6 +8,7 @@ would take several times as long for.
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 from datetime import timedelta
 from typing import Any
@@ -105,8 +106,9 @@ class DistributedGroup(Group):
             self._backend.abort()
 
     def close(self) -> None:
-        self._backend.shutdown()
-        del self._backend
+        if self._backend is not None:
+            self._backend.shutdown()
+            self._backend = None
 
 
 def join_ranks(
@@ -135,8 +137,12 @@ def _gloo(store: Store, partition: Partition, timeout: timedelta, *, one_host: b
 def _nccl(store: Store, partition: Partition, timeout: timedelta, *, one_host: bool) -> Any:
     from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
+    # torch would end this process when a collective takes too long. `runner.watch` keeps the time, and only ends the
+    # collective; nor need torch keep a record of all collectives for that case, which costs each of them some 10 us.
+    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
+        os.environ.setdefault(name, "0")
     options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = timedelta(days=365)
     return ProcessGroupNCCL(store, partition.rank, partition.size, options)
 
 
