@@ -49,7 +49,7 @@ class PeerMemory:
     def close(self) -> None:
         """Give the memory back. No kernel may use it any more.
 
-        It may be freed only when nobody has it open. Rank 0 comes last; the others leave theirs to the end of the process.
+        It may be freed only when nobody has it open: rank 0 comes last, the others leave theirs to the process's end.
         """
         with torch.cuda.device(self._device):
             for address in self._opened:
