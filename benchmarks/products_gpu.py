@@ -17,9 +17,9 @@ from kernel_cases import label, linear_cases, plain_linear
 from torch import Tensor
 
 from nanoinfer.kernels import skinny_matmul
-from nanoinfer.kernels.common import INTERPRETED
+from nanoinfer.kernels.common import HOPPER_SHARED_MEMORY, INTERPRETED
 from nanoinfer.kernels.few_tokens_matmul import TileConfig, few_tokens_matmul
-from nanoinfer.kernels.streamed_matmul import SHARED_LIMIT, StreamConfig, shared_bytes
+from nanoinfer.kernels.streamed_matmul import StreamConfig, shared_bytes
 from nanoinfer.kernels.triton_set import TritonKernels
 
 RESULTS = Path(__file__).parent / "results" / "products_h200.json"
@@ -189,7 +189,7 @@ def configs(bench: Bench, model: Model, tokens: int, case: str, weight: Tensor) 
     for config in listed:
         if isinstance(config, StreamConfig):
             even = width % (config.splits * config.width) == 0
-            if not even or shared_bytes(config, width) > SHARED_LIMIT:
+            if not even or shared_bytes(config, width) > HOPPER_SHARED_MEMORY:
                 continue
         fitting.append(config)
     return fitting
@@ -243,7 +243,7 @@ def products(bench: Bench, section: str, model: Model, tokens: int) -> None:
             return out
 
         bench.variant(f"{section}/{case}/cublas", cublas, **facts)
-        if tokens <= skinny_matmul.MAX_TOKENS and skinny_matmul.fits(tokens, x.shape[1], swiglu=case == "gate_up"):
+        if tokens <= skinny_matmul.MAX_TOKENS and skinny_matmul.fits(tokens, calls[0][0], swiglu=case == "gate_up"):
 
             def skinny(x: Tensor = x, calls: Any = calls) -> Tensor:
                 return [skinny_matmul.skinny_matmul(x, weight, **options) for weight, options in calls][-1]

@@ -14,6 +14,7 @@ from kernel_inputs import assert_close, normal, paged_cache
 from nanoinfer.kernels import (
     activation,
     decode_attention,
+    few_tokens_matmul,
     gemv,
     norm,
     prefill_attention,
@@ -22,6 +23,7 @@ from nanoinfer.kernels import (
     sampling,
     skinny_matmul,
 )
+from nanoinfer.kernels.common import is_hopper
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -184,3 +186,36 @@ def test_fused_decode_at_the_shapes_that_are_chosen_for_a_batch(batch):
     )
     starts = torch.arange(batch + 1, device=DEVICE)
     assert_close(actual, reference.paged_attention(q, cache.k, cache.v, cache.tables, starts, cache.lengths, SCALE))
+
+
+@pytest.mark.parametrize(("features", "width"), [(2048, 1024), (1024, 2048), (1000, 3072), (640, 896), (72, 128)])
+@pytest.mark.parametrize("fused", ["norm", "norm+swiglu", "bias+residual"])
+@pytest.mark.skipif(not is_hopper(DEVICE), reason="needs a Hopper GPU")
+def test_products_of_some_tokens_as_they_are_chosen(features, width, fused):
+    """The streamed form has no interpreter. Twice each: the counters of the splits must be zero again."""
+    options = {}
+    if "norm" in fused:
+        options |= {"norm_weight": normal(width, dtype=BF16, device=DEVICE), "eps": EPS}
+    if "bias" in fused:
+        options["bias"] = normal(features, dtype=BF16, device=DEVICE)
+    rows = features * (2 if "swiglu" in fused else 1)
+    weight = normal(rows, width, dtype=BF16, device=DEVICE, seed=1) * width**-0.5
+    for tokens in (17, 32, 33, 64, 65, 100, 128):
+        x = normal(tokens, width + 8, dtype=BF16, device=DEVICE)[:, :width]
+        if "residual" in fused:
+            options["residual"] = normal(tokens, features, dtype=BF16, device=DEVICE)
+        expected = product_twin(x, weight, swiglu="swiglu" in fused, **options)
+        assert few_tokens_matmul.pays(tokens, weight, swiglu="swiglu" in fused)
+        for _ in range(2):
+            actual = few_tokens_matmul.few_tokens_matmul(x, weight, swiglu="swiglu" in fused, **options)
+            assert_close(actual, expected)
+
+
+def product_twin(x, weight, norm_weight=None, eps=0.0, bias=None, residual=None, swiglu=False):
+    """In float32 throughout, rounded once."""
+    wide = x.float() if norm_weight is None else reference.rms_norm(x.float(), norm_weight.float(), eps)
+    out = wide @ weight.float().T
+    if swiglu:
+        out = reference.silu_mul(out)
+    out = out if bias is None else out + bias.float()
+    return (out if residual is None else out + residual.float()).to(BF16)

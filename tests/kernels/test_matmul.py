@@ -54,7 +54,7 @@ wide_tiles = tiles(32, 64, 64, 2, 4, 1)
         (skinny_matmul.skinny_matmul, 1),
         (skinny_in_tiles, 5),
         (skinny_in_tiles, 17),
-        (few_tokens_matmul.few_tokens_matmul, 2),
+        (split_tiles, 2),
         (one_tile, 32),
         (one_tile, 33),
         (split_tiles, 17),

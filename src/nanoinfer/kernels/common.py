@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+HOPPER_SHARED_MEMORY = 227 * 1024
 LOG2_E = 1.4426950408889634  # kernels exponentiate to base 2
 INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -25,6 +26,20 @@ INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "
 @cache
 def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def pdl_options(x: Tensor) -> dict[str, Any]:

@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import INTERPRETED, dot, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.common import INTERPRETED, dot, enter, is_hopper, pdl_options, wait_for_inputs
 from nanoinfer.kernels.norm import rms_norm
 from nanoinfer.kernels.streamed_matmul import StreamConfig, stream
 
+MIN_TOKENS, MAX_TOKENS = 17, 128
 PARTIAL_SUMS = 2**22  # float32, of all programs of one launch
 TILES = 2**12
 
@@ -146,15 +147,30 @@ def _tile_kernel(
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=valid)
 
 
-def _default_config(features: int, swiglu: bool, tokens: int) -> TileConfig:
-    rows = features * (1 + swiglu)
-    columns = max(16, min(64, triton.next_power_of_2(tokens)))
-    return TileConfig(64, columns, 128, 1 if rows >= 4096 else 4, 4, 4)
+def chosen_config(tokens: int, rows: int, width: int, swiglu: bool) -> TileConfig | StreamConfig | None:
+    """For weights [rows, width] of up to 16 MB, measured on an H200; None where the splits would not cut K evenly."""
+    long = -(-width // 1024)  # splits of up to 1,024: so much of 64 rows fits into shared memory beside the tokens
+    short = -(-width // 512)
+    if width % (128 * short):
+        return None
+    if tokens <= 32:
+        return StreamConfig(64, 32, 256, 1, 4, 4) if width == 1024 else StreamConfig(64, 32, 128, long, 4, 8)
+    if rows <= 2048:
+        return TileConfig(64, 64, 128, short if tokens <= 64 else long, 4, 4)
+    if swiglu and tokens > 64:
+        return TileConfig(64, 128, 128, 1, 4, 3)
+    return StreamConfig(64, 64, 128, long, 4, 4)
 
 
-def pays(tokens: int, weight: Tensor) -> bool:
-    """Whether it beats cuBLAS. Not measured yet."""
-    return False
+def pays(tokens: int, weight: Tensor, *, swiglu: bool = False) -> bool:
+    """Whether it beats cuBLAS and skinny_matmul (H200). Only Hopper has these tensor-core instructions."""
+    small = weight.numel() <= 2**23 and weight.dtype == torch.bfloat16
+    return (
+        MIN_TOKENS <= tokens <= MAX_TOKENS
+        and small
+        and is_hopper(weight.device)
+        and chosen_config(tokens, weight.shape[0], weight.shape[1], swiglu) is not None
+    )
 
 
 @cache
@@ -195,7 +211,8 @@ def few_tokens_matmul(
     assert residual is None or residual.is_contiguous()
     assert not swiglu or bias is None
     out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
-    config = config or _default_config(features, swiglu, tokens)
+    config = config or chosen_config(tokens, weight.shape[0], width, swiglu)
+    assert config is not None, weight.shape
     if norm_weight is not None and not (isinstance(config, StreamConfig) and config.fold_norm):
         x, norm_weight = rms_norm(x, norm_weight, eps), None
     partial, counters = _workspace(x.device)

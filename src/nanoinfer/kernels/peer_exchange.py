@@ -20,7 +20,7 @@ from torch import Tensor
 from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
 WORD_BYTES = 4  # data of a word
-BLOCK = 512  # words of a program
+BLOCK = 128  # words of a program: one warp, which needs no barrier to see that all have arrived
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanoinfer.kernels.common import LOG2_E, dot, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.common import LOG2_E, dot, enter, pdl_options, shared_memory, wait_for_inputs
 
 
 class PrefillConfig(NamedTuple):
@@ -164,11 +164,12 @@ def _prefill_kernel(
         tl.store(out_ptr + (q_row * (KV * G * D) + head * D)[:, None] + lane[None, :], out, mask=valid)
 
 
-def _default_config(max_rows: int, tma: bool) -> PrefillConfig:
+def _default_config(max_rows: int, tma: bool, device: torch.device) -> PrefillConfig:
     """max_rows: query heads per KV head times the longest number of queries. Measured on an H200."""
+    stages = 3 if shared_memory(device) >= 160 * 1024 else 2  # at head dimension 128 three take 112 to 128 KB
     if tma or max_rows <= 256:
-        return PrefillConfig(64, 64, 4, 3)
-    return PrefillConfig(128, 64, 8, 3)
+        return PrefillConfig(64, 64, 4, stages)
+    return PrefillConfig(128, 64, 8, stages)
 
 
 def _tma_layout(rows: Tensor) -> bool:
@@ -202,7 +203,7 @@ def _launch(
     paged = tables is not None
     tma = _tma_layout(k_rows) and _tma_layout(v_rows)
     if config is None:
-        config = _default_config(queries_per_kv * max_queries, tma and (not paged or block_size % 64 == 0))
+        config = _default_config(queries_per_kv * max_queries, tma and (not paged or block_size % 64 == 0), q.device)
     rows, keys, num_warps, num_stages, use_tma = config
     tma = tma and use_tma and (not paged or block_size % keys == 0)
     k_tiles, v_tiles = (

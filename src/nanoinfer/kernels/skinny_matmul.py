@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import dot, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.common import dot, enter, pdl_options, shared_memory, wait_for_inputs
 from nanoinfer.kernels.norm import rms_norm
 
 MAX_TOKENS = 32  # beyond, the tokens no longer fit beside the weights
-SHARED_LIMIT = 200 * 1024  # bytes per program, on sm_90
+SHARED_RESERVE = 27 * 1024  # bytes per program for what is not counted here
 
 
 class SkinnyConfig(NamedTuple):
@@ -106,20 +106,25 @@ def _shared_bytes(config: SkinnyConfig, tokens: int, width: int, swiglu: bool) -
     return 2 * (weights + _block_tokens(tokens) * step)
 
 
-def _default_config(features: int, width: int, swiglu: bool, tokens: int) -> SkinnyConfig:
-    """Measured on an H200; smaller where the weights of a program would not fit."""
+def _default_config(features: int, width: int, swiglu: bool, tokens: int, limit: int) -> SkinnyConfig:
+    """Measured on an H200; smaller where the weights of a program would not fit into `limit` bytes."""
     wide = SkinnyConfig(32, 4, 256)
-    if features >= 4096 and not swiglu and _shared_bytes(wide, tokens, width, swiglu) <= 100 * 1024:
+    if features >= 4096 and not swiglu and _shared_bytes(wide, tokens, width, swiglu) <= min(limit, 100 * 1024):
         return wide
     for config in (SkinnyConfig(16, 4, 256), SkinnyConfig(8, 4, 256)):
-        if _shared_bytes(config, tokens, width, swiglu) <= SHARED_LIMIT:
+        if _shared_bytes(config, tokens, width, swiglu) <= limit:
             return config
     return SMALLEST
 
 
-def fits(tokens: int, width: int, swiglu: bool = False) -> bool:
+def _shared_limit(device: torch.device) -> int:
+    return shared_memory(device) - SHARED_RESERVE
+
+
+def fits(tokens: int, weight: Tensor, swiglu: bool = False) -> bool:
     """Whether a product of this size can be computed here: a program's weights must fit into shared memory."""
-    return tokens <= MAX_TOKENS and _shared_bytes(SMALLEST, tokens, width, swiglu) <= SHARED_LIMIT
+    needed = _shared_bytes(SMALLEST, tokens, weight.shape[1], swiglu)
+    return tokens <= MAX_TOKENS and needed <= _shared_limit(weight.device)
 
 
 def pays(tokens: int, weight: Tensor) -> bool:
@@ -127,7 +132,7 @@ def pays(tokens: int, weight: Tensor) -> bool:
     small = weight.numel() <= 2**23 and weight.element_size() == 2
     # With few features cuBLAS cuts K and adds the parts in a kernel of its own, so ours wins for longer.
     most = 16 if weight.shape[0] > 2048 else MAX_TOKENS
-    return tokens <= most and small and fits(tokens, weight.shape[1], swiglu=True)
+    return tokens <= most and small and fits(tokens, weight, swiglu=True)
 
 
 def skinny_matmul(
@@ -157,7 +162,9 @@ def skinny_matmul(
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
-    block_features, num_warps, block_width = config or _default_config(features, width, swiglu, tokens)
+    block_features, num_warps, block_width = config or _default_config(
+        features, width, swiglu, tokens, _shared_limit(x.device)
+    )
     _skinny_matmul_kernel[(triton.cdiv(features, block_features),)](
         x,
         weight,

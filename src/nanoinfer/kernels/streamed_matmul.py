@@ -17,8 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanoinfer.kernels.common import pdl_options
 
-SHARED_LIMIT = 227 * 1024  # bytes per program, on sm_90
-
 
 class StreamConfig(NamedTuple):
     features: int  # weight rows per program: 64 or 128

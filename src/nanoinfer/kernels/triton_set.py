@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.kernels import activation, embed, gemv, keep_bounds, norm, rope, sampling, skinny_matmul
+from nanoinfer.kernels import (
+    activation,
+    embed,
+    few_tokens_matmul,
+    gemv,
+    keep_bounds,
+    norm,
+    rope,
+    sampling,
+    skinny_matmul,
+)
 from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import KernelSet
 
@@ -20,11 +32,12 @@ class TritonKernels(KernelSet):
         return embed.embed_part(token_ids, weight, first_id)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _few(x, weight, bias=bias) if _is_few(x, weight) else F.linear(x, weight, bias)
+        product = _fused(x, weight)
+        return product(x, weight, bias=bias) if product else F.linear(x, weight, bias)
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        if _is_few(x, weight):
-            return _few(x, weight, bias=bias, residual=residual)
+        if product := _fused(x, weight):
+            return product(x, weight, bias=bias, residual=residual)
         # Out of place, addmm would first copy the residual: one more kernel per product.
         return (residual if bias is None else residual + bias).addmm_(x, weight.t())
 
@@ -32,13 +45,13 @@ class TritonKernels(KernelSet):
         return norm.rms_norm(x, weight, eps)
 
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if _is_few(x, weight):
-            return _few(x, weight, norm_weight=norm_weight, eps=eps, bias=bias)
+        if product := _fused(x, weight):
+            return product(x, weight, norm_weight=norm_weight, eps=eps, bias=bias)
         return super().norm_linear(x, norm_weight, eps, weight, bias)
 
     def norm_swiglu(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if _is_few(x, weight) and bias is None:
-            return _few(x, weight, norm_weight=norm_weight, eps=eps, swiglu=True)
+        if bias is None and (product := _fused(x, weight, swiglu=True)):
+            return product(x, weight, norm_weight=norm_weight, eps=eps, swiglu=True)
         return super().norm_swiglu(x, norm_weight, eps, weight, bias)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -91,19 +104,11 @@ class TritonKernels(KernelSet):
         )
 
 
-def _is_few(x: Tensor, weight: Tensor) -> bool:
-    return len(x) == 1 or (len(x) > 1 and skinny_matmul.pays(len(x), weight))
-
-
-def _few(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-) -> Tensor:
-    product = gemv.gemv if len(x) == 1 else skinny_matmul.skinny_matmul
-    return product(x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, swiglu=swiglu)
+def _fused(x: Tensor, weight: Tensor, *, swiglu: bool = False) -> Callable[..., Tensor] | None:
+    """The kernel that multiplies so few tokens and fuses what surrounds the product; None where cuBLAS is faster."""
+    tokens = len(x)
+    if tokens == 1:
+        return gemv.gemv
+    if few_tokens_matmul.pays(tokens, weight, swiglu=swiglu):
+        return few_tokens_matmul.few_tokens_matmul
+    return skinny_matmul.skinny_matmul if tokens > 1 and skinny_matmul.pays(tokens, weight) else None

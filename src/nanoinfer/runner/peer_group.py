@@ -9,7 +9,7 @@ from nanoinfer.kernels import peer_exchange
 from nanoinfer.layers.group import Group
 from nanoinfer.runner.peer_memory import PeerMemory
 
-MOST_SENT = 1 << 20  # bytes of a tensor times the ranks to send it to; beyond, NCCL is faster (H200, NVLink)
+MOST_SENT = 4 << 20  # bytes of a tensor times the ranks to send it to; beyond, NCCL is faster (H200, NVLink)
 
 
 def with_peer_memory(
