@@ -119,7 +119,11 @@ class TorchPlan:
         self._chunks: list[_Chunk] | None = None
         self._causal_mask: Tensor | None = None
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, ends: Tensor | None = None) -> Tensor:
+        out = self._attend_all(qkv, qk_norm, cache)
+        return out if ends is None else out[ends]
+
+    def _attend_all(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         batch, heads, backend = self._batch, self._heads, self._backend
         q, k, v = backend.kernels.qk_norm_rope_store(qkv, heads, qk_norm, backend.cos_sin, self._slots, cache)
         if self._chunks is None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBatch, AttentionPlan
-from nanoinfer.kernels.decode_attention import fused_decode_attention
+from nanoinfer.kernels.decode_attention import decode_attention, fused_decode_attention
 from nanoinfer.kernels.decode_splits import DecodeWorkspace, split_tokens
 from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm
 from nanoinfer.kernels.kernel_set import KernelSet
@@ -48,15 +48,36 @@ class _Plan:
             self._max_queries = max(batch.query_lens[first:])
             self._has_history = any(batch.starts[first:])
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, ends: Tensor | None = None) -> Tensor:
         decodes = self._batch.num_decodes
+        if ends is not None and self._has_prefills:
+            return self._attend_at(ends, qkv, qk_norm, cache).flatten(1)
         if not self._has_prefills:
-            return self._decode(qkv, qk_norm, cache).flatten(1)
+            out = self._decode(qkv, qk_norm, cache).flatten(1)
+            return out if ends is None else out[ends]
         if not decodes:
             return self._prefill(qkv, qk_norm, cache).flatten(1)
         return torch.cat(
             (self._decode(qkv[:decodes], qk_norm, cache), self._prefill(qkv[decodes:], qk_norm, cache))
         ).flatten(1)
+
+    def _attend_at(self, ends: Tensor, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
+        """A decode of each of these tokens, once the keys and values of all are in the cache."""
+        backend, batch, heads = self._backend, self._batch, self._backend.heads
+        q, _, _ = backend.kernels.qk_norm_rope_store(
+            qkv, heads, qk_norm, backend.cos_sin, batch.token_slots(), cache
+        )  # fmt: skip
+        starts = batch.cu_seqlens_q
+        # In the padding of a graph all sequences may be empty: then any will do.
+        sequences = torch.searchsorted(starts[1:], ends.to(torch.int32), right=True).clamp_(max=len(starts) - 2)
+        return decode_attention(
+            q[ends],
+            *cache,
+            batch.block_tables[sequences],
+            batch.context_lens[sequences],
+            heads.scale,
+            backend.workspace,
+        )
 
     def _decode(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         backend, batch, count = self._backend, self._batch, self._batch.num_decodes

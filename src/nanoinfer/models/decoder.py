@@ -52,12 +52,20 @@ class DecoderLayer:
             q_norm, k_norm = self._head_norms.values()
             self.qk_norm = QKNorm(q_norm.weight, k_norm.weight, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, cache: KVCache, attention: AttentionPlan) -> Tensor:
-        """[T, H] -> [T, H]; this step's keys and values go into the cache."""
+    def forward(self, hidden: Tensor, cache: KVCache, attention: AttentionPlan, ends: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H]; this step's keys and values go into the cache.
+
+        With `ends` int64 [S], of the tokens there alone, which all end a sequence: [S, H].
+        """
         qkv = self.qkv_proj.after_norm(hidden, self.input_layernorm)
         if self._repeated is not None:
             qkv = qkv[:, self._repeated]
-        hidden = self.o_proj.add_to(hidden, attention.run(qkv, self.qk_norm, cache))
+        attended = attention.run(qkv, self.qk_norm, cache, ends)
+        if ends is not None:
+            hidden = hidden[ends]
+            if not len(ends):
+                return hidden
+        hidden = self.o_proj.add_to(hidden, attended)
         inner = self.gate_up_proj.swiglu_after_norm(hidden, self.post_attention_layernorm)
         return self.down_proj.add_to(hidden, inner)
 
@@ -122,12 +130,15 @@ class Decoder:
     ) -> Tensor:
         """The residual stream of the tokens whose successor is sampled, ready for `logits` or `sample`.
 
-        input_ids int64 [T]; sample_at int64 [S], indices into the T tokens, None for all of them -> [S, H].
+        input_ids int64 [T]; sample_at int64 [S], indices into the T tokens of the last one of as many sequences, None
+        for all tokens -> [S, H].
         """
         hidden = self.embed_tokens.forward(input_ids)
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
+        *others, last = zip(self.layers, kv_caches, strict=True)
+        for layer, cache in others:
             hidden = layer.forward(hidden, cache, attention)
-        return hidden if sample_at is None else hidden[sample_at]
+        # What the last layer gives for other tokens, nobody reads: of a long prompt a layer's work, less a QKV product.
+        return last[0].forward(hidden, last[1], attention, sample_at)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> float32 [S, V]."""

@@ -87,6 +87,8 @@ def _attend(model: Decoder, attention: AttentionBackend, cache: KVCache, batch: 
     weight = layer.qkv_proj.weight
     qkv = torch.zeros(len(batch.positions), weight.shape[0], dtype=weight.dtype, device=weight.device)
     attention.plan(batch).run(qkv, layer.qk_norm, cache)
+    if not batch.num_decodes:  # in the last layer, of the last tokens alone
+        attention.plan(batch).run(qkv, layer.qk_norm, cache, batch.cu_seqlens_q[1:].to(torch.int64) - 1)
 
 
 def _sample(model: Decoder, device: torch.device) -> None:

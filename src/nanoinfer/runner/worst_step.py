@@ -51,12 +51,13 @@ def run_worst_step(
         lengths.append(num_tokens % max_model_len)
     ends = torch.tensor([0, *lengths]).cumsum(0)
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    block_size = kv_caches[0][0].shape[1]
     batch = AttentionBatch(
         positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
         slot_mapping=torch.full_like(tokens, -1),
         cu_seqlens_q=ends.to(torch.int32).to(device),
         context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        block_tables=torch.zeros(len(lengths), 1, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(len(lengths), -(-max(lengths) // block_size), dtype=torch.int32, device=device),
         starts=[0] * len(lengths),
         query_lens=lengths,
         num_decodes=0,
