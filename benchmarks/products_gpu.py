@@ -1,4 +1,4 @@
-"""Time a layer's four matrix products for 32 to 256 tokens: few_tokens_matmul in many shapes, skinny_matmul, cuBLAS.
+"""Time a layer's four matrix products for 4 to 256 tokens: few_tokens_matmul in many shapes, skinny_matmul, cuBLAS.
 
     python benchmarks/products_gpu.py [--out FILE] [--sections m32,m64] [--processes 14] [--compile-limit 60]
 
@@ -30,6 +30,12 @@ Config = TileConfig | StreamConfig
 
 def wide_configs(tokens: int) -> list[Config]:
     """For weights with thousands of rows of 1024."""
+    if tokens <= 16:
+        return [
+            *(StreamConfig(64, columns, 256, 1, 4, 4) for columns in (16, 32)),
+            *(StreamConfig(64, columns, 128, 1, 4, 8) for columns in (16, 32)),
+            StreamConfig(64, 16, 128, 2, 4, 4),
+        ]
     if tokens == 32:
         return [
             *(StreamConfig(64, 32, 128, 1, 4, stages) for stages in (4, 8)),
@@ -95,6 +101,11 @@ def wide_configs(tokens: int) -> list[Config]:
 def narrow_configs(tokens: int, splits: tuple[int, int, int]) -> list[Config]:
     """For a weight with a thousand rows; splits: few, some and many."""
     few, some, many = splits
+    if tokens <= 16:
+        return [
+            *(StreamConfig(64, columns, 128, few, 4, 8) for columns in (16, 32)),
+            *(StreamConfig(64, 16, 128, some, 4, stages) for stages in (2, 4)),
+        ]
     if tokens == 32:
         return [
             StreamConfig(64, 32, 128, few, 4, 8),
@@ -309,6 +320,9 @@ def fastest_of_ours(bench: Bench, section: str, case: str) -> Config | None:
 
 
 MEASURED: dict[str, tuple[Model, int]] = {
+    "m4": (QWEN3_0_6B, 4),
+    "m8": (QWEN3_0_6B, 8),
+    "m16": (QWEN3_0_6B, 16),
     "m32": (QWEN3_0_6B, 32),
     "m64": (QWEN3_0_6B, 64),
     "m128": (QWEN3_0_6B, 128),
@@ -325,7 +339,7 @@ def section_products(name: str) -> Callable[[Bench], None]:
 def section_step(bench: Bench) -> None:
     if bench.share is not None:  # every kernel of it is in another section
         return
-    for name in ("m32", "m64", "m128", "m256"):
+    for name in MEASURED:
         if any(key.startswith(f"{name}/") for key in bench.results):
             model, tokens = (TOY, 17) if bench.tiny else MEASURED[name]
             step(bench, name, model, tokens)
@@ -364,6 +378,9 @@ def section_table(bench: Bench) -> None:
 
 
 SECTIONS: Sections = {
+    "m4": (section_products("m4"), 8),
+    "m8": (section_products("m8"), 8),
+    "m16": (section_products("m16"), 8),
     "m32": (section_products("m32"), 25),
     "m64": (section_products("m64"), 12),
     "m128": (section_products("m128"), 12),

@@ -39,15 +39,20 @@ def peak_memory(pid):
     return (peak - mapped) << 10
 
 
-def test_smollm2_on_three_ranks(smollm2_folder):
+def peaks(llm):
+    return [peak_memory(worker.process.pid) for worker in llm._executor._ranks._workers]
+
+
+def test_smollm2_on_three_ranks(smollm2_folder, case):
     prompt = "The old lighthouse keeper climbed the stairs and"
+    with LLM(case[0], device="cpu", num_blocks=64, tensor_parallel_size=2) as llm:
+        llm.generate([[1, 2, 3]], GREEDY)
+        (bare,) = peaks(llm)  # of a rank with hardly any weights: how much that is depends on the build of torch
     answers = []
     for tp in (1, 3):
         with LLM(str(smollm2_folder), device="cpu", num_blocks=64, tensor_parallel_size=tp) as llm:
             answers.append(llm.generate([prompt, prompt[:20]], GREEDY))
-            for worker in llm._executor._ranks._workers if tp > 1 else []:
-                assert peak_memory(worker.process.pid) < llm.info.weight_bytes + (
-                    300 << 20
-                )  # the whole file has 513 MiB
+            if tp > 1:  # the whole file has 513 MiB, a rank's part 171
+                assert max(peaks(llm)) < bare + llm.info.weight_bytes + (60 << 20)
     texts = [[output.outputs[0].text for output in outputs] for outputs in answers]
     assert texts[0] == texts[1]
