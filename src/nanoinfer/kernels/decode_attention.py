@@ -284,7 +284,7 @@ def _launch(
     out = torch.empty(batch, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if batch == 0:
         return out
-    config = config or default_config(batch, num_kv_heads, q.device)
+    config = config or default_config(batch, num_kv_heads, q.device, q.dtype)
     assert workspace.partial.numel() >= batch * num_heads * config.splits * head_dim, (workspace.partial.shape, config)
     assert workspace.counters.numel() >= batch * num_kv_heads
     fused = cos_sin is not None

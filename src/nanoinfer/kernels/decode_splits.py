@@ -60,9 +60,11 @@ def is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
     return 2 * batch * num_kv_heads < _num_cores(device)
 
 
-def default_config(batch: int, num_kv_heads: int, device: torch.device) -> DecodeConfig:
-    """Measured on an H200: the second is best from 8 sequences of 8 KV heads on, up to 256 of them."""
+def default_config(batch: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype) -> DecodeConfig:
+    """Measured on an H200: the last is best from 8 sequences of 8 KV heads on, up to 256 of them."""
     splits = num_splits(batch, num_kv_heads, device)
+    if dtype == torch.float32:  # without tensor cores: a larger tile takes a minute to compile
+        return DecodeConfig(32, 4, 2, splits)
     return DecodeConfig(128, 4, 2, splits) if is_small(batch, num_kv_heads, device) else DecodeConfig(64, 2, 3, splits)
 
 

@@ -164,8 +164,10 @@ def _prefill_kernel(
         tl.store(out_ptr + (q_row * (KV * G * D) + head * D)[:, None] + lane[None, :], out, mask=valid)
 
 
-def _default_config(max_rows: int, tma: bool, device: torch.device) -> PrefillConfig:
+def _default_config(max_rows: int, tma: bool, device: torch.device, dtype: torch.dtype) -> PrefillConfig:
     """max_rows: query heads per KV head times the longest number of queries. Measured on an H200."""
+    if dtype == torch.float32:  # without tensor cores: a larger tile takes a minute to compile
+        return PrefillConfig(32, 32, 4, 2, use_tma=False)
     stages = 3 if shared_memory(device) >= 160 * 1024 else 2  # at head dimension 128 three take 112 to 128 KB
     if tma or max_rows <= 256:
         return PrefillConfig(64, 64, 4, stages)
@@ -203,7 +205,8 @@ def _launch(
     paged = tables is not None
     tma = _tma_layout(k_rows) and _tma_layout(v_rows)
     if config is None:
-        config = _default_config(queries_per_kv * max_queries, tma and (not paged or block_size % 64 == 0), q.device)
+        whole_tiles = tma and (not paged or block_size % 64 == 0)
+        config = _default_config(queries_per_kv * max_queries, whole_tiles, q.device, q.dtype)
     rows, keys, num_warps, num_stages, use_tma = config
     tma = tma and use_tma and (not paged or block_size % keys == 0)
     k_tiles, v_tiles = (
