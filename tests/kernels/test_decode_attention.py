@@ -74,7 +74,7 @@ def test_long_sequences_are_split_where_the_batch_does_not_fill_the_cores(monkey
 
     assert parts([1000]) == [32]
     assert parts([1000] * 8) == [8] * 8
-    assert parts([384] * 32) == [2] * 32  # 512 programs: four on each core
+    assert parts([384] * 32) == [2] * 32  # two programs per core and no split would leave them waiting for memory
     assert parts([1000] * 64) == [1] * 64
     assert parts([2000, *[800] * 63]) == [2, *[1] * 63]  # one wave that waits for the longest would take twice as long
     assert parts([2000, *[800] * 99]) == [1] * 100

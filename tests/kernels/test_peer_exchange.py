@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,20 +21,18 @@ def test_sums_and_gathers_of_any_size_in_turn(size, tmp_path):
     """Processes with common memory: in one, the interpreter would run one rank after the other, and wait for ever."""
     for rank in range(size):
         (tmp_path / str(rank)).write_bytes(bytes(PeerBuffers.nbytes(size, CAPACITY)))
-    script = Path(__file__).parent / "exchange_rank.py"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(size), str(CAPACITY), tmp_path], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(size)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=200)
-            assert rank.returncode == 0, errors[-2000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    command = [sys.executable, Path(__file__).parent / "exchange_rank.py"]
+    without_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(size):
+            arguments = [str(rank), str(size), str(CAPACITY), tmp_path]
+            process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True, env=without_gpu)
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        for process in ranks:
+            _, errors = process.communicate(timeout=200)
+            assert process.returncode == 0, errors[-2000:]
 
 
 def lonely(device, size=2):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+FEW_ROUNDS, MOST_ROUNDS_SPLIT = 3, 5  # programs per core: below the first all are split, beyond the second none
 MIN_SPLIT_TOKENS = 128  # tokens of a split at the least: below this, combining costs more than it saves
 
 
@@ -27,13 +27,15 @@ def _num_cores(device: torch.device) -> int:
 def num_splits(batch: int, num_kv_heads: int, device: torch.device) -> int:
     """The most splits of a sequence in a launch, at most 32: combining one costs as much as reading 60 tokens.
 
-    A small batch has four programs per core. A larger one has twice that, most of which find nothing to do: there,
-    `split_tokens` says how long a split is. One that fills the cores by itself is not split.
+    A small batch has four programs per core; in a larger one `split_tokens` says how long a split is, so that only long
+    sequences are cut. A batch that fills the cores by itself is not split.
     """
     rounds = _rounds(batch, num_kv_heads, device)
-    if rounds > 5:
-        return 1
-    return min(32, max(1, int(4 / rounds)) if rounds < 1 else math.ceil(8 / rounds))
+    if rounds < 1:
+        return min(32, max(1, int(4 / rounds)))
+    if rounds < FEW_ROUNDS:
+        return 3
+    return 2 if rounds <= MOST_ROUNDS_SPLIT else 1
 
 
 def _rounds(batch: int, num_kv_heads: int, device: torch.device) -> float:
@@ -43,16 +45,20 @@ def _rounds(batch: int, num_kv_heads: int, device: torch.device) -> float:
 def split_tokens(context_lens: Tensor, num_kv_heads: int) -> Tensor | None:
     """How many tokens a split should have so that all cores end at about the same time: int32 [1] on the device.
 
-    None where every sequence may use all its splits, or has only one. Counted so that whole and partial splits of
-    context_lens [B] fill four programs per core once, but no sequence is much longer than the average (H200).
+    None where every sequence may use all its splits, or has only one. Otherwise a part of the average of
+    context_lens [B], measured on an H200: with few programs per core all sequences are cut, with more only long ones.
     """
-    batch, device = len(context_lens), context_lens.device
-    if not 1 <= _rounds(batch, num_kv_heads, device) <= 5:
+    batch = len(context_lens)
+    rounds = _rounds(batch, num_kv_heads, context_lens.device)
+    if not 1 <= rounds <= MOST_ROUNDS_SPLIT:
         return None
     tokens = context_lens.sum(dtype=torch.float32)
-    places = 4 * _num_cores(device) / num_kv_heads - batch / 2
-    per_split = 1.25 / batch if places <= 0 else min(1 / places, 1.25 / batch)
-    return (tokens * per_split).clamp_(min=MIN_SPLIT_TOKENS).to(torch.int32).view(1)
+    return (
+        (tokens * ((0.75 if rounds < FEW_ROUNDS else 1.25) / batch))
+        .clamp_(min=MIN_SPLIT_TOKENS)
+        .to(torch.int32)
+        .view(1)
+    )
 
 
 def is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
@@ -61,11 +67,18 @@ def is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
 
 
 def default_config(batch: int, num_kv_heads: int, device: torch.device, dtype: torch.dtype) -> DecodeConfig:
-    """Measured on an H200: the last is best from 8 sequences of 8 KV heads on, up to 256 of them."""
-    splits = num_splits(batch, num_kv_heads, device)
+    """Measured on an H200."""
+    splits, rounds = num_splits(batch, num_kv_heads, device), _rounds(batch, num_kv_heads, device)
     if dtype == torch.float32:  # without tensor cores: a larger tile takes a minute to compile
         return DecodeConfig(32, 4, 2, splits)
-    return DecodeConfig(128, 4, 2, splits) if is_small(batch, num_kv_heads, device) else DecodeConfig(64, 2, 3, splits)
+    if is_small(batch, num_kv_heads, device):
+        return DecodeConfig(128, 4, 2, splits)
+    if 1 <= rounds < FEW_ROUNDS:
+        return DecodeConfig(64, 4, 3, splits)
+    if rounds <= MOST_ROUNDS_SPLIT:
+        return DecodeConfig(64, 2, 3 if rounds < 1 else 4, splits)
+    # With many programs per core, those of one warp leave the least to do at the end, when some cores are idle.
+    return DecodeConfig(64, 2, 3, splits) if rounds < 12 else DecodeConfig(32, 1, 4, splits)
 
 
 class DecodeWorkspace:

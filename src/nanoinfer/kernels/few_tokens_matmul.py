@@ -23,7 +23,7 @@ from nanoinfer.kernels.common import INTERPRETED, dot, enter, is_hopper, pdl_opt
 from nanoinfer.kernels.norm import rms_norm
 from nanoinfer.kernels.streamed_matmul import StreamConfig, stream
 
-MIN_TOKENS, MAX_TOKENS = 17, 128
+MIN_TOKENS, MAX_TOKENS = 2, 128
 PARTIAL_SUMS = 2**22  # float32, of all programs of one launch
 TILES = 2**12
 
@@ -149,17 +149,22 @@ def _tile_kernel(
 
 def chosen_config(tokens: int, rows: int, width: int, swiglu: bool) -> TileConfig | StreamConfig | None:
     """For weights [rows, width] of up to 16 MB, measured on an H200; None where the splits would not cut K evenly."""
-    long = -(-width // 1024)  # splits of up to 1,024: so much of 64 rows fits into shared memory beside the tokens
-    short = -(-width // 512)
-    if width % (128 * short):
-        return None
+    long, short = -(-width // 1024), -(-width // 512)  # 64 rows of 1,024 fit into shared memory beside the tokens
+    config: TileConfig | StreamConfig
     if tokens <= 32:
-        return StreamConfig(64, 32, 256, 1, 4, 4) if width == 1024 else StreamConfig(64, 32, 128, long, 4, 8)
-    if rows <= 2048:
-        return TileConfig(64, 64, 128, short if tokens <= 64 else long, 4, 4)
-    if swiglu and tokens > 64:
-        return TileConfig(64, 128, 128, 1, 4, 3)
-    return StreamConfig(64, 64, 128, long, 4, 4)
+        columns = 16 if tokens <= 16 else 32
+        config = (
+            StreamConfig(64, columns, 256, 1, 4, 4) if width == 1024 else StreamConfig(64, columns, 128, long, 4, 8)
+        )
+    elif rows <= 2048:
+        config = TileConfig(64, 64, 128, short if tokens <= 64 else long, 4, 4)
+    elif swiglu and tokens > 64:
+        config = TileConfig(64, 128, 128, 1, 4, 3)
+    else:
+        config = StreamConfig(64, 64, 128, long, 4, 4)
+    if isinstance(config, StreamConfig) and width % (config.splits * config.width):
+        return None
+    return config
 
 
 def pays(tokens: int, weight: Tensor, *, swiglu: bool = False) -> bool:

@@ -180,6 +180,8 @@ def stream(
     assert width == steps * config.splits * config.width, (width, config)
     assert norm_weight is None or config.splits == 1
     assert x.element_size() == weight.element_size() == 2
+    if x.stride(0) % 16 or x.data_ptr() % 16:
+        x = x.contiguous()  # it is copied in pieces of 16 bytes
     _stream_kernel[grid](
         x,
         weight,

@@ -107,7 +107,9 @@ class DistributedGroup(Group):
 
     def close(self) -> None:
         if self._backend is not None:
-            self._backend.shutdown()
+            # Ranks close one after the other, and NCCL's orderly end waits for all of them.
+            end = self._backend.abort if self._device.type == "cuda" else self._backend.shutdown
+            end()
             self._backend = None
 
 
