@@ -12,6 +12,8 @@ from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.kernels.prefill_attention import paged_prefill_attention, prefill_attention
 
+TILE_KEYS = 64  # blocks that hold whole tiles are read from the cache as fast as contiguous memory, or faster (H200)
+
 
 class TritonAttention:
     """Block sizes of 16 and more. cos_sin float32 [positions, head_dim]; at most max_num_seqs decodes in a step."""
@@ -90,7 +92,7 @@ class _Plan:
     def _prefill(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         backend, batch, heads, first = self._backend, self._batch, self._backend.heads, self._batch.num_decodes
         q, k, v = backend.kernels.qk_norm_rope_store(qkv, heads, qk_norm, backend.cos_sin, self._prefill_slots, cache)
-        if not self._has_history:
+        if not self._has_history and cache[0].shape[1] % TILE_KEYS:
             return prefill_attention(q, k, v, self._cu_seqlens_q, self._max_queries, heads.scale)
         return paged_prefill_attention(
             q, *cache, batch.block_tables[first:], self._cu_seqlens_q, batch.context_lens[first:],
