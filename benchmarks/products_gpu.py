@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_harness import EPS, QWEN3_0_6B, TOY, Bench, Model, Sections, Weights, main, make_layers, randn
+from gpu_harness import EPS, QWEN3_0_6B, QWEN3_8B, TOY, Bench, Model, Sections, Weights, main, make_layers, randn
 from kernel_cases import label, linear_cases, plain_linear
 from torch import Tensor
 
@@ -169,10 +169,11 @@ def long_configs(rows: int) -> list[Config]:
     """For 32 tokens and rows of several thousand elements."""
     splits = (2, 4) if rows < 8192 else (1, 2)
     return [
-        *(StreamConfig(64, 32, 128, count, 4, 4) for count in (4, 8)),
-        *(TileConfig(64, 32, 128, count, 4, 4) for count in splits),
-        *(TileConfig(64, 32, 128, count, 4, 6) for count in splits),
-        TileConfig(64, 32, 128, splits[1], 4, 4, prefetch=False),
+        StreamConfig(64, 32, 128, 8, 4, 4),
+        *(TileConfig(64, 32, 128, count, 4, stages) for count in splits for stages in (4, 6)),
+        *(TileConfig(64, 32, 128, count, 4, 4, prefetch=False) for count in splits),
+        *(TileConfig(64, 32, 256, count, 4, 3, prefetch=False) for count in splits),
+        *(TileConfig(128, 32, 128, count, 8, 3, prefetch=False) for count in splits),
         TileConfig(128, 32, 64, splits[1], 4, 5),
     ]
 
@@ -190,7 +191,7 @@ def configs(bench: Bench, model: Model, tokens: int, case: str, weight: Tensor) 
                 StreamConfig(64, 32, 32, 1, 4, 2, True),
             ]
         )
-    elif model is QWEN3_8B_TP2:
+    elif model in (QWEN3_8B_TP2, QWEN3_8B):
         listed = long_configs(rows)
     elif case in ("qkv", "gate_up"):
         listed = wide_configs(tokens)
@@ -328,6 +329,7 @@ MEASURED: dict[str, tuple[Model, int]] = {
     "m128": (QWEN3_0_6B, 128),
     "m256": (QWEN3_0_6B, 256),
     "m32_8b_tp2": (QWEN3_8B_TP2, 32),
+    "m32_8b": (QWEN3_8B, 32),
 }
 
 
@@ -386,6 +388,7 @@ SECTIONS: Sections = {
     "m128": (section_products("m128"), 12),
     "m256": (section_products("m256"), 12),
     "m32_8b_tp2": (section_products("m32_8b_tp2"), 10),
+    "m32_8b": (section_products("m32_8b"), 15),
     "step": (section_step, 12),
     "table": (section_table, 5),
 }

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_inputs import assert_close, normal
 
+from nanoinfer.attention import triton
 from nanoinfer.attention.base import AttentionBatch
 from nanoinfer.attention.triton import TritonAttention
 from nanoinfer.kernels.heads import NO_QK_NORM, HeadLayout
@@ -33,6 +34,7 @@ def make_batch(device, starts, query_lens, num_decodes):
     )
 
 
+@pytest.mark.parametrize("worth_leaving_out", [1, 512])
 @pytest.mark.parametrize(
     ("starts", "query_lens", "num_decodes", "ends"),
     [
@@ -42,7 +44,10 @@ def make_batch(device, starts, query_lens, num_decodes):
         ([0], [7], 0, []),
     ],
 )
-def test_the_last_layer_attends_for_sampled_tokens_alone(starts, query_lens, num_decodes, ends, device):
+def test_the_last_layer_attends_for_sampled_tokens_alone(
+    starts, query_lens, num_decodes, ends, worth_leaving_out, device, monkeypatch
+):
+    monkeypatch.setattr(triton, "WORTH_LEAVING_OUT", worth_leaving_out)
     batch = make_batch(device, starts, query_lens, num_decodes)
     cos_sin = torch.rand(64, 64, device=device)
     attention = TritonAttention(HEADS, cos_sin, TritonKernels(), 8)
@@ -60,7 +65,8 @@ def test_the_last_layer_attends_for_sampled_tokens_alone(starts, query_lens, num
         assert_close(partly, full)
 
 
-def test_in_the_padding_of_a_graph_no_sequence_has_a_token(device):
+def test_in_the_padding_of_a_graph_no_sequence_has_a_token(device, monkeypatch):
+    monkeypatch.setattr(triton, "WORTH_LEAVING_OUT", 1)
     empty = torch.zeros(2, dtype=torch.int32, device=device)
     batch = AttentionBatch(
         positions=torch.zeros(4, dtype=torch.int64, device=device),

@@ -13,6 +13,7 @@ from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.kernels.prefill_attention import paged_prefill_attention, prefill_attention
 
 TILE_KEYS = 64  # blocks that hold whole tiles are read from the cache as fast as contiguous memory, or faster (H200)
+WORTH_LEAVING_OUT = 512  # tokens of a step from which on attention of those that are not sampled costs something
 
 
 class TritonAttention:
@@ -52,16 +53,15 @@ class _Plan:
 
     def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, ends: Tensor | None = None) -> Tensor:
         decodes = self._batch.num_decodes
-        if ends is not None and self._has_prefills:
+        if ends is not None and self._has_prefills and len(qkv) >= WORTH_LEAVING_OUT:
             return self._attend_at(ends, qkv, qk_norm, cache).flatten(1)
         if not self._has_prefills:
-            out = self._decode(qkv, qk_norm, cache).flatten(1)
-            return out if ends is None else out[ends]
-        if not decodes:
-            return self._prefill(qkv, qk_norm, cache).flatten(1)
-        return torch.cat(
-            (self._decode(qkv[:decodes], qk_norm, cache), self._prefill(qkv[decodes:], qk_norm, cache))
-        ).flatten(1)
+            out = self._decode(qkv, qk_norm, cache)
+        elif not decodes:
+            out = self._prefill(qkv, qk_norm, cache)
+        else:
+            out = torch.cat((self._decode(qkv[:decodes], qk_norm, cache), self._prefill(qkv[decodes:], qk_norm, cache)))
+        return out.flatten(1) if ends is None else out[ends].flatten(1)
 
     def _attend_at(self, ends: Tensor, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         """A decode of each of these tokens, once the keys and values of all are in the cache."""

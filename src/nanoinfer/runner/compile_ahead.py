@@ -16,8 +16,8 @@ from nanoinfer.attention.base import AttentionBackend, AttentionBatch
 from nanoinfer.kernels.heads import KVCache
 from nanoinfer.models.decoder import Decoder
 
-# One token, a few and many are computed by different kernels.
-TOKENS = (1, 3, 64)
+# One token, a few and many are computed by different kernels. Those between are compiled when they come up.
+TOKENS = (1, 3, 512)
 
 
 class KernelCompilation:
@@ -87,8 +87,6 @@ def _attend(model: Decoder, attention: AttentionBackend, cache: KVCache, batch: 
     weight = layer.qkv_proj.weight
     qkv = torch.zeros(len(batch.positions), weight.shape[0], dtype=weight.dtype, device=weight.device)
     attention.plan(batch).run(qkv, layer.qk_norm, cache)
-    if not batch.num_decodes:  # in the last layer, of the last tokens alone
-        attention.plan(batch).run(qkv, layer.qk_norm, cache, batch.cu_seqlens_q[1:].to(torch.int64) - 1)
 
 
 def _sample(model: Decoder, device: torch.device) -> None:
