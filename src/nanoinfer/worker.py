@@ -87,8 +87,11 @@ def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
         in_flight.append(plane.runner.launch(decode_batch(message[1])))
         if len(in_flight) > MAX_IN_FLIGHT:
             in_flight.popleft().result()
-    del plane, in_flight
-    group.close()
+    if (
+        device.type != "cuda"
+    ):  # there the end of the process gives all back at once, and NCCL would wait for graphs to go
+        del plane, in_flight
+        group.close()
 
 
 def _build(channel: Channel, setup: dict[str, Any], device: Any, group: Any) -> DataPlane:

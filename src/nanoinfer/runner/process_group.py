@@ -141,8 +141,7 @@ def _nccl(store: Store, partition: Partition, timeout: timedelta, *, one_host: b
 
     # torch would end this process when a collective takes too long. `runner.watch` keeps the time, and only ends the
     # collective; nor need torch keep a record of all collectives for that case, which costs each of them some 10 us.
-    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
-        os.environ.setdefault(name, "0")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=365)
     return ProcessGroupNCCL(store, partition.rank, partition.size, options)
