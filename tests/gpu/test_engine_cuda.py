@@ -6,6 +6,7 @@ Skipped without a GPU; results of runs on one are in benchmarks/results.
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -179,13 +180,19 @@ def test_filters_on_the_gpu_draw_what_the_plain_twin_draws(model, filters):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_second_device_gives_what_the_first_gives(model):
-    """Kernels were launched on the current device, which was the first."""
+def test_engines_on_two_devices_in_turn_and_from_another_thread(model):
+    """Kernels were launched on the current device, which was the one of the engine made last."""
+    from nanoinfer import LLM
+
     folder, _ = model
     prompts = make_prompts([30, 7], seed=11)
-    first = generate(folder, prompts, greedy(12), dtype="float32")
+    options = {"dtype": "float32", **SMALL}
     try:
-        second = generate(folder, prompts, greedy(12), dtype="float32", device="cuda:1")
+        with LLM(folder, device="cuda:0", **options) as first, LLM(folder, device="cuda:1", **options) as second:
+            expected = [o.outputs[0].token_ids for o in first.generate(prompts, greedy(12))]
+            assert [o.outputs[0].token_ids for o in second.generate(prompts, greedy(12))] == expected
+            with ThreadPoolExecutor(1) as thread:
+                outputs = thread.submit(second.generate, make_prompts([30, 7], seed=11), greedy(12)).result()
+            assert [o.outputs[0].token_ids for o in outputs] == expected
     finally:
         torch.cuda.set_device(0)
-    assert [o.token_ids for o in second] == [o.token_ids for o in first]

@@ -57,8 +57,12 @@ def test_the_last_layer_attends_for_sampled_tokens_alone(
     caches = [tuple(normal(*shape, dtype=torch.bfloat16, device=device, seed=i) for i in (1, 2)) for _ in range(2)]
     expected = attention.plan(batch).run(qkv, NO_QK_NORM, caches[0])
     index = torch.tensor(ends, dtype=torch.int64, device=device)
-    actual = attention.plan(batch).run(qkv, NO_QK_NORM, caches[1], index)
-    assert actual.shape == (len(ends), 4 * 64)
+    padding = torch.full((2,), -1, device=device)  # as in a graph
+    actual = attention.plan(batch).run(qkv, NO_QK_NORM, caches[1], torch.cat((index, padding)))
+    assert actual.shape == (len(ends) + 2, 4 * 64)
+    if worth_leaving_out == 1 and num_decodes < len(starts):
+        assert actual[len(ends) :].abs().max() == 0  # not the whole context of the first sequence
+    actual = actual[: len(ends)]
     if ends:
         assert_close(actual, expected[index])
     for full, partly in zip(*caches, strict=True):
@@ -81,6 +85,6 @@ def test_in_the_padding_of_a_graph_no_sequence_has_a_token(device, monkeypatch):
     attention = TritonAttention(HEADS, torch.rand(64, 64, device=device), TritonKernels(), 8)
     qkv = normal(4, 8 * 64, dtype=torch.bfloat16, device=device)
     cache = tuple(torch.zeros(1, BLOCK, 2, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
-    out = attention.plan(batch).run(qkv, NO_QK_NORM, cache, torch.zeros(2, dtype=torch.int64, device=device))
+    out = attention.plan(batch).run(qkv, NO_QK_NORM, cache, torch.full((2,), -1, device=device))
     assert out.abs().max() == 0
     assert cache[0].abs().max() == 0

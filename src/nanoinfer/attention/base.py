@@ -41,7 +41,7 @@ class AttentionPlan(Protocol):
         """Norm and rotate q and k, write k and v to their slots, attend.
 
         qkv [T, (heads + 2 kv_heads) * D] -> [T, heads * D]; or of the tokens `ends` alone, int64 [S], each the last one
-        of its sequence in this step: [S, heads * D].
+        of its sequence in this step: [S, heads * D]. An end of -1 is padding, whose row means nothing.
         """
         ...
 

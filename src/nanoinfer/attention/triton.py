@@ -35,7 +35,10 @@ class TritonAttention:
 
 
 class _Plan:
-    """Decodes by the fused kernel, the tokens behind them as prefill chunks."""
+    """Decodes by the fused kernel, the tokens behind them as prefill chunks.
+
+    In the last layer of a large step, each sampled token as a decode (decision 065).
+    """
 
     def __init__(self, backend: TritonAttention, batch: AttentionBatch) -> None:
         self._backend = backend
@@ -69,14 +72,14 @@ class _Plan:
         q, _, _ = backend.kernels.qk_norm_rope_store(
             qkv, heads, qk_norm, backend.cos_sin, batch.token_slots(), cache
         )  # fmt: skip
-        starts = batch.cu_seqlens_q
-        # In the padding of a graph all sequences may be empty: then any will do.
-        sequences = torch.searchsorted(starts[1:], ends.to(torch.int32), right=True).clamp_(max=len(starts) - 2)
+        # Of padding it is the first one, or where all are empty the one behind the last.
+        sequences = torch.searchsorted(batch.cu_seqlens_q[1:], ends.to(torch.int32), right=True)
+        sequences.clamp_(max=len(batch.context_lens) - 1)
         return decode_attention(
             q[ends],
             *cache,
             batch.block_tables[sequences],
-            batch.context_lens[sequences],
+            batch.context_lens[sequences].masked_fill_(ends < 0, 0),
             heads.scale,
             backend.workspace,
         )

@@ -56,6 +56,10 @@ class KernelSet:
         """[T, 2 I] -> [T, I]."""
         return reference.silu_mul(gate_up)
 
+    def head_logits(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """Norm and LM head for x [S, H] -> [S, V], float32 or in the weights' dtype; `head_best` draws from the same."""
+        return self.norm_linear(x, norm_weight, eps, weight, None)
+
     def head_best(
         self,
         x: Tensor,
@@ -73,7 +77,7 @@ class KernelSet:
         compares with those of the other parts. temperatures float32, seeds and token_indices (of the output token that
         is drawn) int64, all [S].
         """
-        logits = self.norm_linear(x, norm_weight, eps, weight, None).float()
+        logits = self.head_logits(x, norm_weight, eps, weight).float()
         return reference.best(logits, temperatures, seeds, token_indices, first_id)
 
     def sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, token_indices: Tensor) -> Tensor:

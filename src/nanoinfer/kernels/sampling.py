@@ -188,6 +188,13 @@ def best(
     return _best_of_parts(scores, ids)
 
 
+def head_logits(hidden: Tensor, weight: Tensor, *, norm_weight: Tensor, eps: float) -> Tensor:
+    """The final norm and the LM head's weight [V, K] for hidden [B, K] -> [B, V], in float32 where that is free."""
+    if hidden.shape[0] == 1:
+        return gemv(hidden, weight, norm_weight=norm_weight, eps=eps, out_dtype=torch.float32)
+    return F.linear(rms_norm(hidden, norm_weight, eps), weight)
+
+
 def head_best(
     hidden: Tensor,
     weight: Tensor,
@@ -203,8 +210,5 @@ def head_best(
 
     Writing the logits costs less than drawing inside the product, where the noise keeps the weights waiting.
     """
-    if hidden.shape[0] == 1:
-        logits = gemv(hidden, weight, norm_weight=norm_weight, eps=eps, out_dtype=torch.float32)
-    else:
-        logits = F.linear(rms_norm(hidden, norm_weight, eps), weight)
+    logits = head_logits(hidden, weight, norm_weight=norm_weight, eps=eps)
     return best(logits, temperatures, seeds, token_indices, first_id=first_id)

@@ -57,6 +57,9 @@ class TritonKernels(KernelSet):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
 
+    def head_logits(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+        return sampling.head_logits(x, weight, norm_weight=norm_weight, eps=eps)
+
     def head_best(
         self,
         x: Tensor,

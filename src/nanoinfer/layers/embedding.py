@@ -57,7 +57,7 @@ class LMHead:
 
     def after_norm(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
         """Of the normed hidden states [S, H] -> float32 [S, V], on every rank."""
-        logits = self._kernels.norm_linear(hidden, norm.weight, norm.eps, self.weight, None)
+        logits = self._kernels.head_logits(hidden, norm.weight, norm.eps, self.weight)
         if not self._span.is_whole:
             # The last ranks may have fewer columns. What pads them comes after all real ones, and is cut off.
             padded = F.pad(logits, (0, self._stride - len(self._span)))

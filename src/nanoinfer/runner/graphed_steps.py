@@ -168,6 +168,7 @@ class GraphedMixed:
         per_sequence = np.zeros((6, bucket.sequences), np.int64)
         per_token[2] = -1
         per_sequence[[0, 3]] = self._rows.padding_row
+        per_sequence[4] = -1
         if arrays is not None:
             tokens, sequences, sampling = len(arrays.input_ids), len(arrays.rows), len(arrays.sample_rows)
             per_token[:, :tokens] = arrays.input_ids, arrays.positions, arrays.slot_mapping

@@ -8,6 +8,7 @@ one CUDA graph each.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -108,6 +109,7 @@ class OverlappedRunner:
         self._attention = attention
         self._kv_caches = kv_caches
         self._device = device
+        self._as_current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         self._block_size = kv_caches[0][0].shape[1]
         self._rows = SequenceRows(max_num_seqs, max_model_len, self._block_size)
         self._table = SamplingTable(max_num_seqs)
@@ -124,6 +126,11 @@ class OverlappedRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start `batch` on the device and return at once. Steps run in the order of their launch."""
+        # Triton launches on the current device, which another engine may have changed and each thread has its own of.
+        with self._as_current:
+            return self._launch(batch)
+
+    def _launch(self, batch: ScheduledBatch) -> PendingStep:
         clock = StepClock(self._device)
         self._rows.update(batch)
         self._table.update(batch)

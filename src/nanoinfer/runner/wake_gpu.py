@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 
 
@@ -12,7 +13,8 @@ def wake_gpu(device: str) -> None:
     The primary context is the one that torch uses; whatever fails here, torch reports.
     """
     if device != "cpu":
-        index = int(device.partition(":")[2] or 0)
+        # torchrun gives each rank of a host a GPU of its own.
+        index = int(os.environ.get("LOCAL_RANK") or device.partition(":")[2] or 0)
         threading.Thread(target=_retain_context, args=(index,), daemon=True).start()
 
 
