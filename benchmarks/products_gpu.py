@@ -40,8 +40,6 @@ def wide_configs(tokens: int) -> list[Config]:
         return [
             *(StreamConfig(64, 32, 128, 1, 4, stages) for stages in (4, 8)),
             *(StreamConfig(64, 32, 128, 1, 8, stages) for stages in (4, 8)),
-            *(StreamConfig(64, 32, 128, 1, warps, 8, fold_norm=True) for warps in (4, 8)),
-            StreamConfig(64, 32, 256, 1, 8, 4, fold_norm=True),
             StreamConfig(64, 32, 256, 1, 4, 4),
             StreamConfig(64, 32, 256, 1, 8, 4),
             StreamConfig(64, 32, 128, 2, 4, 4),
@@ -60,8 +58,6 @@ def wide_configs(tokens: int) -> list[Config]:
     if tokens == 64:
         return [
             *(StreamConfig(64, 64, 128, 1, warps, 4) for warps in (4, 8)),
-            StreamConfig(64, 64, 128, 1, 8, 4, fold_norm=True),
-            StreamConfig(64, 32, 128, 1, 8, 4, fold_norm=True),
             StreamConfig(64, 64, 128, 2, 4, 2),
             StreamConfig(64, 64, 128, 2, 4, 4),
             StreamConfig(64, 32, 128, 1, 4, 4),
@@ -188,7 +184,6 @@ def configs(bench: Bench, model: Model, tokens: int, case: str, weight: Tensor) 
             else [
                 StreamConfig(64, 32, 32, 1, 4, 1),
                 StreamConfig(64, 32, 32, 2, 8, 1),
-                StreamConfig(64, 32, 32, 1, 4, 2, True),
             ]
         )
     elif model in (QWEN3_8B_TP2, QWEN3_8B):

@@ -3,8 +3,8 @@
 Programmatic dependent launch (PDL, CUDA programming guide, sm_90 and later) starts a kernel while its predecessor still
 runs. The chain is right only if every kernel follows these rules: it calls `gdc_launch_dependents` first; before
 `gdc_wait` it writes nothing, and reads only what was complete before the step's first kernel started (weights; the
-step's inputs); and it does not end without `gdc_wait` having been called in one of its programs. So waiting for the
-predecessor is waiting for everything before it.
+step's inputs); and it does not end without `gdc_wait` having been called in one of its programs, which thus ends after
+its predecessor. So waiting for the predecessor is waiting for everything before it.
 """
 
 from __future__ import annotations

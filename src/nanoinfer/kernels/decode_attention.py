@@ -344,7 +344,7 @@ def decode_attention(
 ) -> Tensor:
     """q [B, heads, D], one token per sequence -> like q. The KV of all context_lens [B] tokens is in the cache.
 
-    The unfused form: engines run the fused one, of which this is the part that tests and benchmarks look at alone.
+    The unfused form, of which an engine needs only that of the last layer of a large step (decision 065).
     block_tables int [B, max_blocks]. A row of length 0 (padding) gives zeros. `config` and `min_split_tokens` are for
     tests and tuning; split_tokens is what `decode_splits.split_tokens` says.
     """

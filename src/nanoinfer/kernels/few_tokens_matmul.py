@@ -148,7 +148,7 @@ def _tile_kernel(
 
 
 def chosen_config(tokens: int, rows: int, width: int, swiglu: bool) -> TileConfig | StreamConfig | None:
-    """For weights [rows, width] of up to 16 MB, measured on an H200; None where the splits would not cut K evenly."""
+    """For weights [rows, width] of up to 16 MB, measured on an H200 (decision 056); None where none cuts K evenly."""
     long, short = -(-width // 1024), -(-width // 512)  # 64 rows of 1,024 fit into shared memory beside the tokens
     config: TileConfig | StreamConfig
     if tokens <= 32:
@@ -180,7 +180,7 @@ def pays(tokens: int, weight: Tensor, *, swiglu: bool = False) -> bool:
 
 @cache
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sums of the splits and the tiles' counters, shared by all launches of a device: one at a time."""
+    """Sums of the splits and the tiles' counters, for all launches of a device, which one stream keeps apart."""
     partial = torch.empty(PARTIAL_SUMS, dtype=torch.float32, device=device)
     return partial, torch.zeros(TILES, dtype=torch.int32, device=device)
 
@@ -218,8 +218,8 @@ def few_tokens_matmul(
     out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
     config = config or chosen_config(tokens, weight.shape[0], width, swiglu)
     assert config is not None, weight.shape
-    if norm_weight is not None and not (isinstance(config, StreamConfig) and config.fold_norm):
-        x, norm_weight = rms_norm(x, norm_weight, eps), None
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
     partial, counters = _workspace(x.device)
     grid = (
         triton.cdiv(features * (1 + swiglu), config.features),
@@ -229,7 +229,7 @@ def few_tokens_matmul(
     assert grid[0] * grid[2] <= TILES, grid
     assert config.splits == 1 or grid[0] * grid[1] * grid[2] * config.features * config.tokens <= PARTIAL_SUMS, grid
     if isinstance(config, StreamConfig):
-        stream(x, weight, norm_weight, eps, bias, residual, out, partial, counters, grid, swiglu, config)
+        stream(x, weight, bias, residual, out, partial, counters, grid, swiglu, config)
         return out
     steps = triton.cdiv(width, config.splits * config.width)
     pieces, piece_bytes = _prefetch(config, steps, weight)

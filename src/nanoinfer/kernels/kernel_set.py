@@ -57,7 +57,7 @@ class KernelSet:
         return reference.silu_mul(gate_up)
 
     def head_logits(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
-        """Norm and LM head for x [S, H] -> [S, V], float32 or in the weights' dtype; `head_best` draws from the same."""
+        """Norm and LM head for x [S, H] -> [S, V], float32 or of the weights' dtype; `head_best` draws from them."""
         return self.norm_linear(x, norm_weight, eps, weight, None)
 
     def head_best(

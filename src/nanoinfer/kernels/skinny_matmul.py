@@ -19,7 +19,7 @@ from nanoinfer.kernels.common import dot, enter, pdl_options, shared_memory, wai
 from nanoinfer.kernels.norm import rms_norm
 
 MAX_TOKENS = 32  # beyond, the tokens no longer fit beside the weights
-SHARED_RESERVE = 27 * 1024  # bytes per program for what is not counted here
+SHARED_RESERVE = 27 * 1024  # bytes per program that the compiler may take for conversions between layouts
 
 
 class SkinnyConfig(NamedTuple):

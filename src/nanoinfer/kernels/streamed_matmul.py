@@ -25,20 +25,17 @@ class StreamConfig(NamedTuple):
     splits: int  # programs that share a tile's K
     num_warps: int
     num_stages: int  # steps' tokens in shared memory at a time
-    fold_norm: bool = False  # RMSNorm in here: every program norms all its tokens, whose K must not be cut
 
 
 @gluon.jit
 def _stream_kernel(
     x_ptr,  # [M, K]
     weight_ptr,  # [N, K], or [2N, K] with SWIGLU: N gate rows, then N up rows
-    norm_weight_ptr,  # [K]
     bias_ptr,  # [N]
     residual_ptr,  # [M, N]
     out_ptr,  # [M, N]
     partial_ptr,  # [tiles, SPLITS, BLOCK_N, BLOCK_M] float32
     counters_ptr,  # [tiles] int32, zero between launches
-    eps,
     x_stride,
     M,
     N,
@@ -49,7 +46,6 @@ def _stream_kernel(
     STEPS: gl.constexpr,
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
-    NORM: gl.constexpr,
     SWIGLU: gl.constexpr,
     BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
@@ -75,7 +71,7 @@ def _stream_kernel(
     first_feature = gl.program_id(0) * OUT_N
 
     lane = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))
-    if SWIGLU:  # eight gate rows, then their up rows, and so on: a thread's sums are of rows eight apart
+    if SWIGLU:  # as in few_tokens_matmul: eight gate rows, then their up rows, and so on
         row = gl.minimum(first_feature + lane // 16 * 8 + lane % 8, N - 1) + lane // 8 % 2 * N
     else:
         row = gl.minimum(first_feature + lane, N - 1)
@@ -84,10 +80,6 @@ def _stream_kernel(
     for step in gl.static_range(STEPS):
         async_copy.async_copy_global_to_shared(weights.index(step), weight_at + step * BLOCK_K)
     async_copy.commit_group()
-    norm_weights = ()
-    if NORM:
-        for step in gl.static_range(STEPS):
-            norm_weights += (gl.load(norm_weight_ptr + column + step * BLOCK_K),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
 
@@ -104,14 +96,8 @@ def _stream_kernel(
     if RESIDUAL:  # needed last, but then it would be waited for
         residual = gl.load(residual_ptr + place, mask=valid, other=0.0)
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, SUMS)
-    squares = gl.zeros([BLOCK_M, BLOCK_K], gl.float32, COPY)
     for step in gl.static_range(STEPS):
         async_copy.wait_group(STAGES - 1)  # the weights, and this step's tokens
-        if NORM:  # the norm's factor is one number per token: applied to the sums
-            plain = tokens.index(step % STAGES).load(COPY).to(gl.float32)
-            squares += plain * plain
-            weighted = plain * norm_weights[step].to(gl.float32)[None, :]
-            tokens.index(step % STAGES).store(weighted.to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
         x = tokens.index(step % STAGES).permute((1, 0))
@@ -123,9 +109,6 @@ def _stream_kernel(
             async_copy.async_copy_global_to_shared(tokens.index(step % STAGES), ahead, mask=there)
         async_copy.commit_group()  # an empty one keeps the count
     acc = warpgroup_mma_wait(0, deps=[acc])
-    if NORM:
-        factor = gl.rsqrt(gl.sum(squares, axis=1) / K + eps)
-        acc = acc * gl.convert_layout(factor, gl.SliceLayout(0, SUMS))[None, :]
 
     tile = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
     sum_row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
@@ -163,8 +146,6 @@ def shared_bytes(config: StreamConfig, width: int) -> int:
 def stream(
     x: Tensor,
     weight: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
@@ -178,20 +159,17 @@ def stream(
     width = x.shape[1]
     steps = width // (config.splits * config.width)
     assert width == steps * config.splits * config.width, (width, config)
-    assert norm_weight is None or config.splits == 1
     assert x.element_size() == weight.element_size() == 2
     if x.stride(0) % 16 or x.data_ptr() % 16:
         x = x.contiguous()  # it is copied in pieces of 16 bytes
     _stream_kernel[grid](
         x,
         weight,
-        norm_weight,
         bias,
         residual,
         out,
         partial,
         counters,
-        eps,
         x.stride(0),
         x.shape[0],
         out.shape[1],
@@ -202,7 +180,6 @@ def stream(
         STEPS=steps,
         SPLITS=config.splits,
         STAGES=min(config.num_stages, steps),
-        NORM=norm_weight is not None,
         SWIGLU=swiglu,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,

@@ -1,7 +1,7 @@
 """Compiles the kernels of the first steps side by side: one after the other they would hold up the first token.
 
 A kernel is compiled when it is first launched, and most of that time is spent waiting for the assembler and the C
-compiler. So every operation of a layer is run once beforehand, each in a thread of its own.
+compiler. So the operations of a layer that a start needs are run once beforehand, each in a thread of its own.
 """
 
 from __future__ import annotations

@@ -37,11 +37,11 @@ class PeerGroup(Group):
         self._memory = memory
         self._buffers = buffers
         self._device = device
-        self._set = torch.ones(1, dtype=torch.int32, pin_memory=True)
+        self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
         self._abort_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if x.is_floating_point() and self._buffers.fits(x):
+        if self._buffers.fits(x):
             return peer_exchange.all_reduce(x, self._buffers)
         return self._inner.all_reduce(x)
 
@@ -57,7 +57,7 @@ class PeerGroup(Group):
     def abort(self) -> None:
         # A copy, since the device may have no room for another kernel beside those that wait.
         with torch.cuda.device(self._device), torch.cuda.stream(self._abort_stream):
-            self._buffers.abort.copy_(self._set, non_blocking=True)
+            self._buffers.abort.copy_(self._one, non_blocking=True)
         self._inner.abort()
 
     def close(self) -> None:
