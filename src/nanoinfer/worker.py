@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nanoinfer.models.weights import WeightSlot
     from nanoinfer.runner.build import DataPlane
 
-MAX_IN_FLIGHT = 2  # as many steps as rank 0 has under way
+MAX_IN_FLIGHT = 2  # as many steps as rank 0 has under way: LLMEngine's _max_in_flight, and the one it has just launched
 
 
 def main() -> None:

@@ -1,11 +1,16 @@
-"""What torchrun's variables mean."""
+"""What torchrun's variables mean, and how its ranks find rank 0."""
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
+from collections.abc import Callable
+
 import pytest
 
-from nanoinfer.errors import ConfigError
-from nanoinfer.runner.torchrun import Launch
+from nanoinfer.errors import ConfigError, EngineError
+from nanoinfer.runner.torchrun import Launch, accept, connect
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1",
@@ -28,3 +33,67 @@ def test_a_launch_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert Launch.from_environment() == Launch(5, 8, 5, 8)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert Launch.from_environment() is None
+
+
+class Store:
+    """torch.distributed's, as far as it is used here."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._is_set = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+        self._is_set.set()
+
+    def get(self, key: str) -> bytes:
+        assert self._is_set.wait(10)
+        return self._values[key]
+
+    def connect(self) -> socket.socket:
+        host, port = self.get("nanoinfer/rank0").decode().rsplit(":", 1)
+        return socket.create_connection((host, int(port)))
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    return Store()
+
+
+def say_nothing(store: Store) -> None:
+    with store.connect():
+        time.sleep(2)
+
+
+def leave(store: Store) -> None:
+    store.connect().close()
+
+
+@pytest.mark.parametrize("peer", [say_nothing, leave])
+def test_a_rank_that_does_not_say_which_it_is_has_not_connected(store: Store, peer: Callable[[Store], None]) -> None:
+    """Rank 0 waited for it for ever."""
+    thread = threading.Thread(target=peer, args=(store,))
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"ranks \[1\] did not connect within 0\.3 s"):
+        accept(store, Launch(0, 2, 0, 2), 0.3)
+    assert time.monotonic() - began < 1.5
+    thread.join()
+
+
+def test_connected_ranks_may_be_silent(store: Store) -> None:
+    channels = []
+    threads = [
+        threading.Thread(target=lambda rank=rank: channels.append(connect(store, Launch(rank, 3, rank, 3))))
+        for rank in (2, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    ranks = accept(store, Launch(0, 3, 0, 3), 10)
+    for thread in threads:
+        thread.join()
+    assert [stream.gettimeout() for stream in ranks.streams()] == [None, None]
+    ranks.kill()
+    for channel in channels:
+        channel.stream.close()

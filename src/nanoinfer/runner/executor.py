@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,4 +55,5 @@ class LocalExecutor:
     def close(self) -> None:
         """Drop the runner, and with it weights, pool and graphs; on CUDA their memory goes back to the device."""
         self._runner = None
-        torch.cuda.empty_cache()  # nothing where CUDA was not used
+        with suppress(RuntimeError):  # a device that has failed refuses; the step has told why
+            torch.cuda.empty_cache()  # nothing where CUDA was not used

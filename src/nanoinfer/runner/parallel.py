@@ -38,7 +38,7 @@ def build_parallel(
     """Build every rank's part at the same time; `load` is rank 0's, the others read `folder` themselves.
 
     `store` and `launch` are given where somebody else has started the ranks. Errors are those of `build_data_plane`,
-    and EngineError if a rank fails. The caller ends the ranks then.
+    and EngineError if a rank fails. Then all ranks are ended and nothing is left.
     """
     size = config.tensor_parallel_size
     ranks_on_host = size if launch is None else launch.ranks_on_host
@@ -81,10 +81,15 @@ def build_parallel(
     except BaseException as error:
         torch.set_num_threads(restore_threads)
         if group is not None:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, OSError):
                 group.abort()
-        if isinstance(error, RankError | OSError):
-            raise ranks.explain(error) from error
+        explained = ranks.explain(error) if isinstance(error, RankError | OSError) else None
+        ranks.kill()
+        if group is not None:  # a caller may try again with less, and needs what this has
+            with suppress(RuntimeError, OSError):
+                group.close()
+        if explained is not None:
+            raise explained from error
         raise
     return plane, ParallelExecutor(
         plane.runner, group, ranks, config.tp_timeout, lambda: torch.set_num_threads(restore_threads)

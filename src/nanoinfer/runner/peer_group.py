@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,7 @@ class PeerGroup(Group):
         self._inner.abort()
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._memory.close()
-        self._inner.close()
+        with ExitStack() as stack:  # all of it, also where the device has failed
+            stack.callback(self._inner.close)
+            stack.callback(self._memory.close)
+            torch.cuda.synchronize(self._device)

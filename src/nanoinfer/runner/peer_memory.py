@@ -8,6 +8,7 @@ and cuIpc*.
 from __future__ import annotations
 
 import ctypes
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -51,12 +52,13 @@ class PeerMemory:
 
         It may be freed only when nobody has it open: rank 0 comes last, the others leave theirs to the process's end.
         """
-        with torch.cuda.device(self._device):
-            for address in self._opened:
-                self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
-            if self._own and self._group.rank == 0:
-                self._call("cuMemFree_v2", ctypes.c_uint64(self._own))
+        opened, own = self._opened, self._own
         self._opened, self._own = [], 0
+        with torch.cuda.device(self._device), ExitStack() as stack:  # all of it, also where the driver refuses
+            if own and self._group.rank == 0:
+                stack.callback(self._call, "cuMemFree_v2", ctypes.c_uint64(own))
+            for address in opened:
+                stack.callback(self._call, "cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def _allocate(self, nbytes: int) -> int:
         address = ctypes.c_uint64()

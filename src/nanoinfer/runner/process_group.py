@@ -59,7 +59,7 @@ class DistributedGroup(Group):
         timeout_s: float,
     ) -> None:
         super().__init__(partition, ranks_on_host)
-        self._store = store
+        self._store: Store | None = store
         self._device = device
         timeout = timedelta(seconds=timeout_s)
         make = _nccl if device.type == "cuda" else _gloo
@@ -109,8 +109,8 @@ class DistributedGroup(Group):
         if self._backend is not None:
             # Ranks close one after the other, and NCCL's orderly end waits for all of them.
             end = self._backend.abort if self._device.type == "cuda" else self._backend.shutdown
+            self._backend = self._store = None  # also if that fails
             end()
-            self._backend = None
 
 
 def join_ranks(

@@ -57,18 +57,32 @@ def accept(store: Any, launch: Launch, timeout_s: float) -> Ranks:
         store.set(_ADDRESS, f"{host}:{listener.getsockname()[1]}")
         deadline = time.monotonic() + timeout_s
         while len(workers) < launch.size - 1:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                stream, _ = listener.accept()
-            except TimeoutError:
+                workers.append(_accept_one(listener, deadline))
+            except (OSError, EOFError):  # also of a rank that has connected and left, or says nothing
                 missing = sorted(set(range(1, launch.size)) - {worker.rank for worker in workers})
                 Ranks(workers).kill()
                 raise EngineError(f"ranks {missing} did not connect within {timeout_s:g} s (--tp-timeout).") from None
-            stream.setblocking(True)
-            channel = Channel(stream)
-            channel.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            workers.append(Worker(channel.receive_report()["rank"], channel, process=None))
     return Ranks(sorted(workers, key=lambda worker: worker.rank))
+
+
+def _accept_one(listener: socket.socket, deadline: float) -> Worker:
+    """The next rank that connects and says which it is; OSError or EOFError if none does."""
+    listener.settimeout(_left(deadline))
+    stream, _ = listener.accept()
+    try:
+        stream.settimeout(_left(deadline))
+        rank = Channel(stream).receive_report()["rank"]
+        stream.setblocking(True)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        stream.close()
+        raise
+    return Worker(rank, Channel(stream), process=None)
+
+
+def _left(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
 
 
 def connect(store: Any, launch: Launch) -> Channel:

@@ -6,14 +6,17 @@ for a rank that is dead for as long as it takes. So the watch ends the operation
 
 from __future__ import annotations
 
+# signal's own functions look each handler up in an enumeration, which takes ten times as long
+import _signal  # type: ignore[import-not-found]
 import math
 import select
 import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from nanoinfer.runner.ranks import Ranks
@@ -22,9 +25,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Watch:
-    """Watches the ranks, the time and the signals while steps are under way. `abort` makes collectives fail.
+    """Watches the ranks, always, and time and signals while somebody waits for a step. `abort` ends collectives.
 
-    `tripped` says that it had to act.
+    `tripped` says that it had to act; it never becomes false again. What that means, ParallelExecutor decides.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float, abort: Callable[[], None]) -> None:
@@ -33,8 +36,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._abort = abort
         self._aborting: threading.Thread | None = None
-        # When each step under way was launched, by its number. Replaced and never changed, since the thread reads it.
-        self._began: dict[int, float] = {}
+        self._waiting_since = math.inf
         self._wake, self._awake = socket.socketpair()
         # The system's own signal handler writes a byte here for every signal, whatever the main thread is doing.
         self._signals, self._signals_end = socket.socketpair()
@@ -45,17 +47,14 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="nanoinfer-watch", daemon=True)
         self._thread.start()
 
-    def begin(self, step: int) -> None:
-        """Step number `step` is launched."""
-        self._began = {**self._began, step: time.monotonic()}
-
-    def end(self, step: int) -> None:
-        """This step has its result, and all before it have run, even if nobody asked for theirs."""
-        self._began = {number: began for number, began in self._began.items() if number > step}
-
-    def discard(self) -> None:
-        """Nobody will ask for the result of what is under way now."""
-        self._began = {}
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Somebody waits for a step, which from now on has the time-out to end."""
+        self._waiting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting_since = math.inf
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -65,24 +64,44 @@ class Watch:
         """
         handlers: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            found = ((signum, signal.getsignal(signum)) for signum in SIGNALS)
+            found = ((signum, _signal.getsignal(signum)) for signum in SIGNALS)
             handlers = {signum: handler for signum, handler in found if callable(handler)}
         if not handlers:
             yield
             return
-        self._arrived.clear()
-        wakeup = signal.set_wakeup_fd(self._signals_end.fileno(), warn_on_full_buffer=False)
-        for signum in handlers:
-            signal.signal(signum, lambda signum, frame: None)
+        held: list[int] = []
+        is_over = False
+
+        def hear(signum: int, frame: Any) -> None:
+            if is_over:  # a handler that was given back first has raised, and this one stayed
+                handlers[signum](signum, frame)
+            else:
+                held.append(signum)
+
         try:
-            yield
+            for signum in handlers:
+                _signal.signal(signum, hear)
+            self._forget_signals()
+            wakeup = signal.set_wakeup_fd(self._signals_end.fileno(), warn_on_full_buffer=False)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         finally:
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
-            signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        for signum in self._read_signals():
-            if signum in handlers:
-                handlers[signum](signum, None)
+            with ExitStack() as stack:  # from the last to the first, whatever the handlers that are back already raise
+                stack.callback(self._deliver, held)
+                for signum, handler in handlers.items():  # that of SIGINT, which most often raises, comes last
+                    stack.callback(_signal.signal, signum, handler)
+                is_over = True
+
+    def _deliver(self, held: list[int]) -> None:
+        """Raise again what arrived during the step. `held` is what Python's handler has heard: several as one while the
+        main thread was deaf. Each of those has left a byte."""
+        arrived = self._read_signals()
+        if arrived or held:
+            with ExitStack() as stack:
+                for signum in reversed(list((Counter(arrived) | Counter(held)).elements())):
+                    stack.callback(signal.raise_signal, signum)
 
     def abort(self) -> threading.Thread:
         """Abort in a thread of its own, once. NCCL makes its kernels end at once, but the call returns only when no
@@ -106,10 +125,16 @@ class Watch:
         """All that have arrived since the step began."""
         with self._lock:
             try:
-                self._arrived += self._signals.recv(64)
+                # A byte comes for every signal that has a handler in Python, such as SIGCHLD.
+                self._arrived += [signum for signum in self._signals.recv(64) if signum in SIGNALS]
             except BlockingIOError:
                 pass
             return self._arrived.copy()
+
+    def _forget_signals(self) -> None:
+        self._read_signals()
+        with self._lock:
+            self._arrived.clear()
 
     def _run(self) -> None:
         poller = select.poll()
@@ -130,7 +155,7 @@ class Watch:
                     poller.unregister(fd)
                 ranks -= told
                 self._trip()
-            if time.monotonic() - min(self._began.values(), default=math.inf) > self._timeout_s:
+            if time.monotonic() - self._waiting_since > self._timeout_s:
                 self._trip()
 
     def _trip(self) -> None:
