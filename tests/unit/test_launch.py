@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from engines import make_engine
 
+from nanoinfer import worker
 from nanoinfer.errors import ConfigError, EngineError
 from nanoinfer.runner.torchrun import Launch, accept, connect
 
@@ -97,3 +99,8 @@ def test_connected_ranks_may_be_silent(store: Store) -> None:
     ranks.kill()
     for channel in channels:
         channel.stream.close()
+
+
+def test_other_ranks_have_as_many_steps_under_way_as_rank_0() -> None:
+    engine, _ = make_engine(overlap=True)
+    assert engine._max_in_flight + 1 == worker.MAX_IN_FLIGHT

@@ -27,8 +27,8 @@ class ParallelExecutor:
     * `Watch.tripped`: the watch has noticed a rank, the time or a second signal. Exchanges end, with wrong results, so
       `finish` refuses what it gets. `submit` may still be first, and launches one more step, in vain.
     * `Watch._aborting`: the exchanges are being ended, once, whether the watch or `fail` has asked first.
-    * `_failure`: `submit` or `finish`, whichever noticed first, has called `fail`: the error is this one from now on, and
-      ranks and runner are gone. Without `tripped` if the main thread noticed before the watch, or the fault is its own.
+    * `_failure`: `submit` or `finish`, whichever noticed first, has called `fail`: the error is this one from now on,
+      ranks and runner are gone. Without `tripped` if the main thread noticed before the watch or the fault is its own.
     * `_closed`: nothing may be submitted.
 
     The watch's thread sets only the first two, `tripped` before it aborts, and leaves runner and channels alone.
