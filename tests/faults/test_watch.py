@@ -410,7 +410,8 @@ def test_the_group_of_peers_closes_all_it_has_on_a_device_that_has_failed(monkey
 
     peers = PeerGroup.__new__(PeerGroup)
     peers._device, peers._memory, peers._inner = None, memory, Group()  # type: ignore[assignment]
+    peers.abort = lambda: order.append("abort")  # type: ignore[method-assign]
     peers._inner.close = lambda: order.append("inner")  # type: ignore[method-assign]
     with pytest.raises((RuntimeError, OSError)):
         peers.close()
-    assert order == ["cuIpcCloseMemHandle", "cuIpcCloseMemHandle", "cuMemFree_v2", "inner"]
+    assert order == ["abort", "cuIpcCloseMemHandle", "cuIpcCloseMemHandle", "cuMemFree_v2", "inner"]

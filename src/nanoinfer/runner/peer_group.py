@@ -66,4 +66,5 @@ class PeerGroup(Group):
         with ExitStack() as stack:  # all of it, also where the device has failed
             stack.callback(self._inner.close)
             stack.callback(self._memory.close)
+            self.abort()  # steps that were given up may wait for ranks that have left
             torch.cuda.synchronize(self._device)
