@@ -69,6 +69,7 @@ class Watch:
         if not handlers:
             yield
             return
+        self._forget_signals()
         held: list[int] = []
         is_over = False
 
@@ -81,7 +82,6 @@ class Watch:
         try:
             for signum in handlers:
                 _signal.signal(signum, hear)
-            self._forget_signals()
             wakeup = signal.set_wakeup_fd(self._signals_end.fileno(), warn_on_full_buffer=False)
             try:
                 yield
@@ -106,10 +106,11 @@ class Watch:
     def abort(self) -> threading.Thread:
         """Abort in a thread of its own, once. NCCL makes its kernels end at once, but the call returns only when no
         CUDA graph with one of them is left."""
-        if self._aborting is None:
-            self._aborting = threading.Thread(target=self._abort_quietly, name="nanoinfer-abort", daemon=True)
-            self._aborting.start()
-        return self._aborting
+        with self._lock:  # the watch and the main thread may come at the same time
+            if self._aborting is None:
+                self._aborting = threading.Thread(target=self._abort_quietly, name="nanoinfer-abort", daemon=True)
+                self._aborting.start()
+            return self._aborting
 
     def _abort_quietly(self) -> None:
         with suppress(RuntimeError):  # what went wrong is told by the step
