@@ -101,6 +101,8 @@ class LLM:
             overlap=plane.overlap,
         )
         self._backlog: list[OutputDelta] = []  # deltas of requests that a call ran along with its own
+        self._is_stepping = False
+        self._dropped: list[str] = []  # requests to end after the step
         self._num_ids = 0
         self._trace: StepTrace | None = None
         self._closed = False
@@ -200,10 +202,25 @@ class LLM:
         return deltas
 
     def _run_step(self) -> list[OutputDelta]:
-        deltas = self._engine.step()
+        self._is_stepping = True
+        try:
+            deltas = self._engine.step()
+        finally:
+            self._is_stepping = False
         if self._trace is not None:
             self._trace.step()
+        while self._dropped:
+            request_id = self._dropped.pop()
+            deltas = [delta for delta in deltas if delta.request_id != request_id]
+            self.abort(request_id)
         return deltas
+
+    def _drop(self, request_id: str) -> None:
+        """Abort a request whose stream is gone. The garbage collector may say so in the middle of a step."""
+        if self._is_stepping:
+            self._dropped.append(request_id)
+        else:
+            self.abort(request_id)
 
     @property
     def has_unfinished(self) -> bool:
@@ -310,7 +327,7 @@ class TokenStream:
         self._llm.abort(self.request_id)
 
     def __del__(self) -> None:
-        self.close()
+        self._llm._drop(self.request_id)
 
 
 def _config_of(model: str | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:

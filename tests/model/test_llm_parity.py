@@ -120,6 +120,30 @@ def test_streams_may_interleave_and_end_early(case):
         assert not llm.has_unfinished
 
 
+def test_a_stream_that_is_dropped_in_the_middle_of_a_step_ends_after_it(case, monkeypatch):
+    """The garbage collector runs wherever it likes, also between two lines of the scheduler."""
+    folder, prompts, expected = case
+    with LLM(str(folder), device="cpu", num_blocks=256) as llm:
+        streams = [llm.stream(prompts[0], GREEDY)]
+        dropped = streams[0].request_id
+        other = llm.submit(prompts[1], GREEDY)
+        next(streams[0])
+        postprocess = llm._engine.scheduler.postprocess
+
+        def collecting(*arguments):
+            streams.clear()
+            assert llm.is_running(dropped)
+            return postprocess(*arguments)
+
+        monkeypatch.setattr(llm._engine.scheduler, "postprocess", collecting)
+        deltas = llm.step()
+        assert not llm.is_running(dropped)
+        while llm.has_unfinished:
+            deltas += llm.step()
+        assert {delta.request_id for delta in deltas} == {other}
+        assert llm.check_integrity() == []
+
+
 def test_options_that_would_be_ignored_are_refused(case):
     folder, prompts, _ = case
     with LLM(EngineConfig(model=str(folder), device="cpu", num_blocks=64)) as llm:

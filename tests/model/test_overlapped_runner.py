@@ -158,13 +158,13 @@ class DeviceOnlyAttention:
         self.batch = batch
         return self
 
-    def run(self, qkv, qk_norm, cache, ends=None):
+    def run(self, qkv, qk_norm, cache, sample_at=None):
         batch, heads = self.batch, self.heads
         q, _, _ = self.kernels.qk_norm_rope_store(qkv, heads, qk_norm, self.cos_sin, batch.token_slots(), cache)
         out = reference.paged_attention(
             q, *cache, batch.block_tables, batch.cu_seqlens_q, batch.context_lens, heads.scale
         )
-        return out.flatten(1) if ends is None else out.flatten(1)[ends]
+        return out.flatten(1) if sample_at is None else out.flatten(1)[sample_at]
 
 
 @pytest.mark.parametrize(

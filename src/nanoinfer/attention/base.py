@@ -37,11 +37,11 @@ class AttentionBatch:
 class AttentionPlan(Protocol):
     """One step's attention, prepared once and run by every layer."""
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, ends: Tensor | None = None) -> Tensor:
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, sample_at: Tensor | None = None) -> Tensor:
         """Norm and rotate q and k, write k and v to their slots, attend.
 
-        qkv [T, (heads + 2 kv_heads) * D] -> [T, heads * D]; or of the tokens `ends` alone, int64 [S], each the last one
-        of its sequence in this step: [S, heads * D]. An end of -1 is padding, whose row means nothing.
+        qkv [T, (heads + 2 kv_heads) * D] -> [T, heads * D]; or of the tokens `sample_at` alone, int64 [S], each the
+        last one of its sequence in this step: [S, heads * D]. -1 is padding, whose row means nothing.
         """
         ...
 

@@ -61,7 +61,7 @@ class _Plan:
             self._max_queries = max(batch.query_lens[first:])
             self._has_history = any(batch.starts[first:])
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, ends: Tensor | None = None) -> Tensor:
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, sample_at: Tensor | None = None) -> Tensor:
         backend, batch = self._backend, self._batch
         q, k, v = backend.kernels.qk_norm_rope_store(qkv, backend.heads, qk_norm, backend.cos_sin, self._slots, cache)
         parts = []
@@ -71,7 +71,7 @@ class _Plan:
             first = batch.num_decodes
             parts.append(self._prefill(q[first:], k[first:], v[first:], cache))
         out = (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
-        return out if ends is None else out[ends]
+        return out if sample_at is None else out[sample_at]
 
     def _decode(self, q: Tensor, cache: KVCache) -> Tensor:
         from flash_attn import flash_attn_with_kvcache

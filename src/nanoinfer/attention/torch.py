@@ -119,9 +119,9 @@ class TorchPlan:
         self._chunks: list[_Chunk] | None = None
         self._causal_mask: Tensor | None = None
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, ends: Tensor | None = None) -> Tensor:
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, sample_at: Tensor | None = None) -> Tensor:
         out = self._attend_all(qkv, qk_norm, cache)
-        return out if ends is None else out[ends]
+        return out if sample_at is None else out[sample_at]
 
     def _attend_all(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         batch, heads, backend = self._batch, self._heads, self._backend

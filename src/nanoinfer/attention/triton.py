@@ -54,32 +54,32 @@ class _Plan:
             self._max_queries = max(batch.query_lens[first:])
             self._has_history = any(batch.starts[first:])
 
-    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, ends: Tensor | None = None) -> Tensor:
+    def run(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache, sample_at: Tensor | None = None) -> Tensor:
         decodes = self._batch.num_decodes
-        if ends is not None and self._has_prefills and len(qkv) >= WORTH_LEAVING_OUT:
-            return self._attend_at(ends, qkv, qk_norm, cache).flatten(1)
+        if sample_at is not None and self._has_prefills and len(qkv) >= WORTH_LEAVING_OUT:
+            return self._attend_at(sample_at, qkv, qk_norm, cache).flatten(1)
         if not self._has_prefills:
             out = self._decode(qkv, qk_norm, cache)
         elif not decodes:
             out = self._prefill(qkv, qk_norm, cache)
         else:
             out = torch.cat((self._decode(qkv[:decodes], qk_norm, cache), self._prefill(qkv[decodes:], qk_norm, cache)))
-        return out.flatten(1) if ends is None else out[ends].flatten(1)
+        return out.flatten(1) if sample_at is None else out[sample_at].flatten(1)
 
-    def _attend_at(self, ends: Tensor, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
+    def _attend_at(self, sample_at: Tensor, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         """A decode of each of these tokens, once the keys and values of all are in the cache."""
         backend, batch, heads = self._backend, self._batch, self._backend.heads
         q, _, _ = backend.kernels.qk_norm_rope_store(
             qkv, heads, qk_norm, backend.cos_sin, batch.token_slots(), cache
         )  # fmt: skip
         # Of padding it is the first one, or where all are empty the one behind the last.
-        sequences = torch.searchsorted(batch.cu_seqlens_q[1:], ends.to(torch.int32), right=True)
+        sequences = torch.searchsorted(batch.cu_seqlens_q[1:], sample_at.to(torch.int32), right=True)
         sequences.clamp_(max=len(batch.context_lens) - 1)
         return decode_attention(
-            q[ends],
+            q[sample_at],
             *cache,
             batch.block_tables[sequences],
-            batch.context_lens[sequences].masked_fill_(ends < 0, 0),
+            batch.context_lens[sequences].masked_fill_(sample_at < 0, 0),
             heads.scale,
             backend.workspace,
         )

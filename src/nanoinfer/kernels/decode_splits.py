@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.common import shared_memory
+
 FEW_ROUNDS, MOST_ROUNDS_SPLIT = 3, 5  # programs per core: below the first all are split, beyond the second none
 MIN_SPLIT_TOKENS = 128  # tokens of a split at the least: below this, combining costs more than it saves
 
@@ -73,6 +75,8 @@ def default_config(batch: int, num_kv_heads: int, device: torch.device, dtype: t
     splits, rounds = num_splits(batch, num_kv_heads, device), _rounds(batch, num_kv_heads, device)
     if dtype == torch.float32:  # without tensor cores: a larger tile takes a minute to compile
         return DecodeConfig(32, 4, 2, splits)
+    if shared_memory(device) < 160 * 1024:  # keys and values of 64 tokens take 32 KB at head dimension 128
+        return DecodeConfig(64, 4 if is_small(batch, num_kv_heads, device) else 2, 2, splits)
     if is_small(batch, num_kv_heads, device):
         return DecodeConfig(128, 4, 2, splits)
     if 1 <= rounds < FEW_ROUNDS:

@@ -1,4 +1,7 @@
-"""Embedding rows of a part of the vocabulary, zeros for the rest, in one kernel: the ranks' parts are then added."""
+"""Embedding rows of a part of the vocabulary, zeros for the rest, in one kernel: the ranks' parts are then added.
+
+It is a step's first kernel, so it is no dependent launch: what later kernels read early is complete when it starts.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
 BLOCK = 1024
 
@@ -21,10 +22,7 @@ def _embed_part_kernel(
     V,
     H,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    enter(PDL)
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(token_ids_ptr + token) - first_id
@@ -41,6 +39,6 @@ def embed_part(token_ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
     out = torch.empty(tokens, width, dtype=weight.dtype, device=weight.device)
     if tokens > 0:
         _embed_part_kernel[(tokens, triton.cdiv(width, BLOCK))](
-            token_ids, weight, out, first_id, vocab, width, BLOCK=BLOCK, num_warps=4, **pdl_options(out)
+            token_ids, weight, out, first_id, vocab, width, BLOCK=BLOCK, num_warps=4
         )
     return out

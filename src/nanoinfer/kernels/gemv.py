@@ -16,6 +16,8 @@ from torch import Tensor
 
 from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
+MAX_WIDTH = 2**14  # elements of a row, which a program has in its registers
+
 
 class GemvConfig(NamedTuple):
     rows: int  # output features per program

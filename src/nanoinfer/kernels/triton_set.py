@@ -110,7 +110,7 @@ class TritonKernels(KernelSet):
 def _fused(x: Tensor, weight: Tensor, *, swiglu: bool = False) -> Callable[..., Tensor] | None:
     """The kernel that multiplies so few tokens and fuses what surrounds the product; None where cuBLAS is faster."""
     tokens = len(x)
-    if tokens == 1:
+    if tokens == 1 and weight.shape[1] <= gemv.MAX_WIDTH:
         return gemv.gemv
     if few_tokens_matmul.pays(tokens, weight, swiglu=swiglu):
         return few_tokens_matmul.few_tokens_matmul

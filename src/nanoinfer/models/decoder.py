@@ -52,18 +52,20 @@ class DecoderLayer:
             q_norm, k_norm = self._head_norms.values()
             self.qk_norm = QKNorm(q_norm.weight, k_norm.weight, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, cache: KVCache, attention: AttentionPlan, ends: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, cache: KVCache, attention: AttentionPlan, sample_at: Tensor | None = None
+    ) -> Tensor:
         """[T, H] -> [T, H]; this step's keys and values go into the cache.
 
-        With `ends` int64 [S], of the tokens there alone, which all end a sequence: [S, H].
+        With `sample_at` int64 [S], of the tokens there alone, which all end a sequence: [S, H].
         """
         qkv = self.qkv_proj.after_norm(hidden, self.input_layernorm)
         if self._repeated is not None:
             qkv = qkv[:, self._repeated]
-        attended = attention.run(qkv, self.qk_norm, cache, ends)
-        if ends is not None:
-            hidden = hidden[ends]
-            if not len(ends):
+        attended = attention.run(qkv, self.qk_norm, cache, sample_at)
+        if sample_at is not None:
+            hidden = hidden[sample_at]
+            if not len(sample_at):
                 return hidden
         hidden = self.o_proj.add_to(hidden, attended)
         inner = self.gate_up_proj.swiglu_after_norm(hidden, self.post_attention_layernorm)
