@@ -48,6 +48,20 @@ def pdl_options(x: Tensor) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
+def product_sizes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, swiglu: bool
+) -> tuple[int, int, int]:
+    """(tokens, width, output features) of x [M, K] @ weight.T, once it is known that our kernels can read all of it."""
+    tokens, width = x.shape
+    features = weight.shape[0] // 2 if swiglu else weight.shape[0]
+    assert weight.shape[1] == width, (x.shape, weight.shape)
+    assert x.stride(1) == 1, x.stride()
+    assert weight.is_contiguous()
+    assert residual is None or residual.is_contiguous()
+    assert not swiglu or bias is None
+    return tokens, width, features
+
+
 @triton.jit
 def dot(a, b, acc):
     """acc + a @ b in float32; operands of three dimensions are multiplied part by part of the first."""

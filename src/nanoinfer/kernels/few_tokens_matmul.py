@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import INTERPRETED, dot, enter, is_hopper, pdl_options, wait_for_inputs
+from nanoinfer.kernels.common import INTERPRETED, dot, enter, is_hopper, pdl_options, product_sizes, wait_for_inputs
 from nanoinfer.kernels.norm import rms_norm
 from nanoinfer.kernels.streamed_matmul import StreamConfig, stream
 
@@ -207,14 +207,8 @@ def few_tokens_matmul(
     config: TileConfig | StreamConfig | None = None,
 ) -> Tensor:
     """x [M, K] @ weight [N, K].T -> [M, N] in out_dtype (x's if None). Arguments as in gemv."""
-    tokens, width = x.shape
-    features = weight.shape[0] // 2 if swiglu else weight.shape[0]
+    tokens, width, features = product_sizes(x, weight, bias, residual, swiglu=swiglu)
     assert tokens >= 1, x.shape
-    assert weight.shape[1] == width, (x.shape, weight.shape)
-    assert x.stride(1) == 1, x.stride()
-    assert weight.is_contiguous()
-    assert residual is None or residual.is_contiguous()
-    assert not swiglu or bias is None
     out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
     config = config or chosen_config(tokens, weight.shape[0], width, swiglu)
     assert config is not None, weight.shape

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.common import enter, pdl_options, product_sizes, wait_for_inputs
 
 MAX_WIDTH = 2**14  # elements of a row, which a program has in its registers
 
@@ -105,13 +105,8 @@ def gemv(
     With norm_weight [K], x is RMS-normed first. With swiglu, weight is [2N, K] (gate rows, then up rows) and the
     result is silu(gate) * up. bias [N] and residual [1, N] are added last.
     """
-    tokens, width = x.shape
-    features = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    assert (tokens, weight.shape[1]) == (1, width), (x.shape, weight.shape)
-    assert x.stride(1) == 1, x.stride()
-    assert weight.is_contiguous()
-    assert residual is None or residual.is_contiguous()
-    assert not swiglu or bias is None
+    tokens, width, features = product_sizes(x, weight, bias, residual, swiglu=swiglu)
+    assert tokens == 1, x.shape
     out = torch.empty(1, features, dtype=out_dtype or x.dtype, device=x.device)
     rows, num_warps = config or _default_config(width, swiglu)
     _gemv_kernel[(triton.cdiv(features, rows),)](

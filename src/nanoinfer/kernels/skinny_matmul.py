@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import dot, enter, pdl_options, shared_memory, wait_for_inputs
+from nanoinfer.kernels.common import dot, enter, pdl_options, product_sizes, shared_memory, wait_for_inputs
 from nanoinfer.kernels.norm import rms_norm
 
 MAX_TOKENS = 32  # beyond, the tokens no longer fit beside the weights
@@ -151,14 +151,8 @@ def skinny_matmul(
 
     The norm is a kernel of its own: here, every program would have to repeat it for all tokens.
     """
-    tokens, width = x.shape
-    features = weight.shape[0] // 2 if swiglu else weight.shape[0]
+    tokens, width, features = product_sizes(x, weight, bias, residual, swiglu=swiglu)
     assert 1 <= tokens <= MAX_TOKENS, x.shape
-    assert weight.shape[1] == width, (x.shape, weight.shape)
-    assert x.stride(1) == 1, x.stride()
-    assert weight.is_contiguous()
-    assert residual is None or residual.is_contiguous()
-    assert not swiglu or bias is None
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     out = torch.empty(tokens, features, dtype=out_dtype or x.dtype, device=x.device)
