@@ -87,9 +87,8 @@ def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
         in_flight.append(plane.runner.launch(decode_batch(message[1])))
         if len(in_flight) > MAX_IN_FLIGHT:
             in_flight.popleft().result()
-    if (
-        device.type != "cuda"
-    ):  # there the end of the process gives all back at once, and NCCL would wait for graphs to go
+    # On a GPU the end of the process gives all back at once, where NCCL would wait for graphs to go.
+    if device.type != "cuda":
         del plane, in_flight
         group.close()
 
