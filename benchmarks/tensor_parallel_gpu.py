@@ -186,8 +186,8 @@ def all_reduce_rank(kind: str, ranks: int, host: str, port: int, rank: int) -> N
     if kind == "cuda":
         from nanoinfer.runner.peer_group import with_peer_memory
 
-        for block in (128, 256, 512, 1024):
-            groups[f"peers, {block} words"] = with_peer_memory(library, device, most_sent=1 << 23, block=block)
+        for lines in (4, 8, 16):
+            groups[f"peers, {lines} lines"] = with_peer_memory(library, device, most_sent=1 << 26, lines=lines)
     for via, group in groups.items():
         _sweep(group, device, via)
 

@@ -13,8 +13,8 @@ import triton_interpreter  # noqa: F401
 
 from nanoinfer.kernels.peer_exchange import PeerBuffers, all_gather, all_reduce
 
-BLOCK = 16
-SIZES = [2, 30, 32, 34, 96, 64, 2, 96]  # elements, of which two make a word in 16 bits
+LINES = 2
+SIZES = [2, 60, 62, 64, 248, 126, 2, 248]  # elements: lines have 62 in 16 bits, 31 in 32
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
@@ -27,7 +27,7 @@ def part(rank: int, step: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 def main(rank: int, size: int, capacity: int, folder: Path) -> None:
     count = PeerBuffers.nbytes(size, capacity) // 8
     memory = [torch.from_file(str(folder / str(i)), shared=True, size=count, dtype=torch.int64) for i in range(size)]
-    buffers = PeerBuffers.at([x.data_ptr() for x in memory], rank, capacity, torch.device("cpu"), BLOCK)
+    buffers = PeerBuffers.at([x.data_ptr() for x in memory], rank, capacity, torch.device("cpu"), LINES)
     for step, (elements, dtype) in enumerate((elements, dtype) for dtype in DTYPES for elements in SIZES):
         parts = [part(i, step, elements, dtype) for i in range(size)]
         expected = torch.stack(parts).float().sum(dim=0).to(dtype)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoinfer.kernels.peer_exchange import PeerBuffers, all_gather, all_reduce
+from nanoinfer.kernels.peer_exchange import LINES, PeerBuffers, all_gather, all_reduce
 
-CAPACITY = 96
+CAPACITY = 8  # lines, of 31 words
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -36,9 +36,9 @@ def test_sums_and_gathers_of_any_size_in_turn(size, tmp_path):
 
 
 def lonely(device, size=2):
-    """The buffers of rank 0, whose peers never send."""
-    memory = [torch.zeros(PeerBuffers.nbytes(size, 1024) // 8, dtype=torch.int64, device=device) for _ in range(size)]
-    return memory, PeerBuffers.at([x.data_ptr() for x in memory], 0, 1024, device)
+    """The buffers of rank 0, for 16 lines of 31 words, whose peers never send."""
+    memory = [torch.zeros(PeerBuffers.nbytes(size, 16) // 4, dtype=torch.int32, device=device) for _ in range(size)]
+    return memory, PeerBuffers.at([x.data_ptr() for x in memory], 0, 16, device)
 
 
 def test_the_abort_flag_ends_the_wait_for_a_dead_rank(device):
@@ -46,13 +46,14 @@ def test_the_abort_flag_ends_the_wait_for_a_dead_rank(device):
     buffers.abort.fill_(1)
     all_reduce(torch.ones(64, device=device), buffers)
     all_gather(torch.ones(64, device=device), buffers)
-    assert (memory[1] != 0).sum() == 2 * 64  # both slots of the peer have what it was sent
+    # Both slots of the peer have what it was sent: the data, and in each line of a program the number.
+    assert (memory[1] != 0).sum() == 2 * (64 + LINES)
 
 
 def test_only_whole_words_in_one_piece_that_fit(device):
     _, buffers = lonely(device)
-    assert buffers.fits(torch.ones(2048, dtype=torch.bfloat16, device=device))
-    assert not buffers.fits(torch.ones(2050, dtype=torch.bfloat16, device=device))
+    assert buffers.fits(torch.ones(992, dtype=torch.bfloat16, device=device))
+    assert not buffers.fits(torch.ones(994, dtype=torch.bfloat16, device=device))
     assert not buffers.fits(torch.ones(3, dtype=torch.bfloat16, device=device))
     assert not buffers.fits(torch.ones(8, 8, device=device)[:, :4])
     assert not buffers.fits(torch.ones(0, device=device))
@@ -62,8 +63,8 @@ def test_only_whole_words_in_one_piece_that_fit(device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_ranks_on_one_device_in_graphs():
-    device, size, capacity = torch.device("cuda", 0), 2, 1 << 16
-    memory = [torch.zeros(PeerBuffers.nbytes(size, capacity) // 8, dtype=torch.int64, device=device) for _ in range(2)]
+    device, size, capacity = torch.device("cuda", 0), 2, 1 << 10
+    memory = [torch.zeros(PeerBuffers.nbytes(size, capacity) // 4, dtype=torch.int32, device=device) for _ in range(2)]
     ranks = [PeerBuffers.at([x.data_ptr() for x in memory], rank, capacity, device) for rank in range(size)]
     inputs = [torch.randn(40, 1024, device=device).bfloat16() for _ in range(size)]
     expected = (inputs[0].float() + inputs[1].float()).bfloat16()

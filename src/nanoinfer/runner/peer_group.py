@@ -15,16 +15,17 @@ MOST_SENT = 4 << 20  # bytes of a tensor times the ranks to send it to; beyond, 
 
 
 def with_peer_memory(
-    group: Group, device: torch.device, *, most_sent: int = MOST_SENT, block: int = peer_exchange.BLOCK
+    group: Group, device: torch.device, *, most_sent: int = MOST_SENT, lines: int = peer_exchange.LINES
 ) -> Group:
     """`group` itself where its ranks cannot write each other's memory. All ranks must call this."""
-    capacity = most_sent // (group.size - 1) // peer_exchange.WORD_BYTES // block * block
+    data = peer_exchange.WORD_BYTES * peer_exchange.DATA.value * lines
+    capacity = -(-most_sent // (group.size - 1) // data) * lines
     with torch.cuda.device(device):
         memory = PeerMemory(group, peer_exchange.PeerBuffers.nbytes(group.size, capacity), device)
     if memory.addresses is None:
         memory.close()
         return group
-    buffers = peer_exchange.PeerBuffers.at(memory.addresses, group.rank, capacity, device, block)
+    buffers = peer_exchange.PeerBuffers.at(memory.addresses, group.rank, capacity, device, lines)
     return PeerGroup(group, memory, buffers, device)
 
 
