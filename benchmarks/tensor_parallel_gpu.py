@@ -187,7 +187,7 @@ def all_reduce_rank(kind: str, ranks: int, host: str, port: int, rank: int) -> N
         from nanoinfer.runner.peer_group import with_peer_memory
 
         for lines in (4, 8, 16):
-            groups[f"peers, {lines} lines"] = with_peer_memory(library, device, most_sent=1 << 26, lines=lines)
+            groups[f"peers, {lines} lines"] = with_peer_memory(library, device, piece=1 << 26, lines=lines)
     for via, group in groups.items():
         _sweep(group, device, via)
 

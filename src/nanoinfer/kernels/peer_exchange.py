@@ -23,7 +23,10 @@ from nanoinfer.kernels.common import INTERPRETED, enter, pdl_options, wait_for_i
 WORD_BYTES = 4
 LINE: tl.constexpr = tl.constexpr(32)  # words that arrive together
 DATA: tl.constexpr = tl.constexpr(31)  # of them, words of data; the last one is the number
-LINES = 8  # of a program: one warp, which needs no barrier to see that all have arrived
+LINE_BYTES: int = LINE.value * WORD_BYTES
+LINE_DATA_BYTES: int = DATA.value * WORD_BYTES
+MOST_ROW_BYTES = 1 << 15  # of a row whose words one program keeps in its registers
+LINES = 8  # of a program of all_reduce: one warp, which needs no barrier to see that all have arrived
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,31 @@ class PeerBuffers:
     @staticmethod
     def nbytes(size: int, capacity: int) -> int:
         """Bytes of one rank's buffer: two slots, in each of which every rank has its lines."""
-        return 2 * size * capacity * LINE.value * WORD_BYTES
+        return 2 * size * capacity * LINE_BYTES
+
+    def is_whole(self, x: Tensor) -> bool:
+        """Whether x is whole words in one piece: what can be exchanged, if need be in several parts."""
+        whole = x.numel() * x.element_size() % WORD_BYTES == 0 and x.data_ptr() % WORD_BYTES == 0
+        return x.numel() > 0 and whole and x.is_contiguous()
 
     def fits(self, x: Tensor) -> bool:
-        """Whether x can be exchanged here: whole words, in one piece."""
-        nbytes = x.numel() * x.element_size()
-        whole = nbytes % WORD_BYTES == 0 and x.data_ptr() % WORD_BYTES == 0
-        return 0 < nbytes <= self.capacity * DATA.value * WORD_BYTES and whole and x.is_contiguous()
+        """Whether x can be exchanged at once."""
+        return self.is_whole(x) and x.numel() * x.element_size() <= self.capacity * LINE_DATA_BYTES
+
+    def fits_rows(self, x: Tensor) -> bool:
+        """Whether x [T, H] can be exchanged by rows: each takes whole lines, and is a program's work."""
+        row_bytes = x.shape[1] * x.element_size()
+        return (
+            self.is_whole(x)
+            and row_bytes % WORD_BYTES == 0
+            and len(x) * row_lines(row_bytes) <= self.capacity
+            and row_bytes <= MOST_ROW_BYTES
+        )
+
+
+def row_lines(row_bytes: int) -> int:
+    """Lines that a row takes."""
+    return -(-row_bytes // LINE_DATA_BYTES)
 
 
 @triton.jit
@@ -94,6 +115,68 @@ def _buffer(addresses_ptr, rank):
 
 
 @triton.jit
+def _send(words, number, addresses_ptr, place, present, rank_words, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Store the lines of words [LINES, LINE] that are present [LINES, 1], with the number, in every other rank."""
+    is_data = tl.arange(0, LINE)[None, :] < DATA
+    numbered = tl.where(is_data, words, number)
+    slot = (number & 1).to(tl.int64) * SIZE * rank_words
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            tl.store(_buffer(addresses_ptr, rank) + slot + RANK * rank_words + place, numbered, mask=present)
+
+
+@triton.jit
+def _received(
+    rank, number, addresses_ptr, place, present, rank_words, abort_ptr, RANK: tl.constexpr, SIZE: tl.constexpr
+):
+    """The lines that `rank` sends: waits for all of them."""
+    is_number = tl.arange(0, LINE)[None, :] == DATA
+    slot = (number & 1).to(tl.int64) * SIZE * rank_words
+    from_ptr = _buffer(addresses_ptr, RANK) + slot + rank * rank_words + place
+    words = tl.load(from_ptr, mask=present, other=0, volatile=True)
+    # While some are missing and nobody has set the flag; threads that see it at different times go on together.
+    while tl.max(((words != number) & is_number & present).to(tl.int32) - tl.load(abort_ptr, volatile=True)) > 0:
+        words = tl.load(from_ptr, mask=present, other=0, volatile=True)
+    if INTERPRETED:  # it reads a line word by word, so what came before the number may be older
+        words = tl.load(from_ptr, mask=present, other=0)
+    return words
+
+
+@triton.jit
+def _sum_of_all(
+    mine,
+    number,
+    addresses_ptr,
+    place,
+    present,
+    rank_words,
+    abort_ptr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """In the order of ranks, so that every rank has the same: the low halves of the words in float32, the high ones."""
+    low = tl.zeros(mine.shape, tl.float32)
+    high = tl.zeros(mine.shape, tl.float32)
+    for rank in tl.static_range(SIZE):
+        words = mine
+        if rank != RANK:
+            words = _received(rank, number, addresses_ptr, place, present, rank_words, abort_ptr, RANK, SIZE)
+        low += _as_float(words, DTYPE)
+        if DTYPE.primitive_bitwidth == 16:
+            high += _as_float(words >> 16, DTYPE)
+    return low, high
+
+
+@triton.jit
+def _as_words(low, high, DTYPE: tl.constexpr):
+    words = _as_bits(low, DTYPE)
+    if DTYPE.primitive_bitwidth == 16:
+        words |= _as_bits(high, DTYPE) << 16
+    return words
+
+
+@triton.jit
 def _exchange_kernel(
     x_ptr,  # int32 [N]: the words of a tensor of DTYPE
     out_ptr,  # int32 [N], or [SIZE, N] with GATHER
@@ -113,44 +196,75 @@ def _exchange_kernel(
     program = tl.program_id(0)
     line = program * LINES + tl.arange(0, LINES)[:, None]
     column = tl.arange(0, LINE)[None, :]
-    is_data = column < DATA
     word = line * DATA + column
-    valid = is_data & (word < N)
+    present = line * DATA < N
+    valid = (column < DATA) & (word < N)
     place = (line * LINE + column).to(tl.int64)
     rank_words = CAPACITY.to(tl.int64) * LINE
     wait_for_inputs(PDL)
     number = tl.load(numbers_ptr + program) + 1
     mine = tl.load(x_ptr + word, mask=valid, other=0)
-    numbered = tl.where(is_data, mine, number)
-    slot = (number & 1).to(tl.int64) * SIZE * rank_words
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            tl.store(_buffer(addresses_ptr, rank) + slot + RANK * rank_words + place, numbered)
-
-    here = _buffer(addresses_ptr, RANK) + slot + place
-    low = tl.zeros([LINES, LINE], tl.float32)
-    high = tl.zeros([LINES, LINE], tl.float32)
-    for rank in tl.static_range(SIZE):
-        words = mine
-        if rank != RANK:
-            words = tl.load(here + rank * rank_words, volatile=True)
-            # Some are missing: 1, which is more than the flag as long as nobody has set it.
-            while tl.max(((words != number) & (column == DATA)).to(tl.int32)) > tl.load(abort_ptr, volatile=True):
-                words = tl.load(here + rank * rank_words, volatile=True)
-            if INTERPRETED:  # it reads a line word by word, so what came before the number may be older
-                words = tl.load(here + rank * rank_words)
-        if GATHER:
+    _send(mine, number, addresses_ptr, place, present, rank_words, RANK, SIZE)
+    if GATHER:
+        for rank in tl.static_range(SIZE):
+            words = mine
+            if rank != RANK:
+                words = _received(rank, number, addresses_ptr, place, present, rank_words, abort_ptr, RANK, SIZE)
             tl.store(out_ptr + rank * N + word, words, mask=valid)
-        else:  # in the order of ranks, so that every rank has the same sum
-            low += _as_float(words, DTYPE)
-            if DTYPE.primitive_bitwidth == 16:
-                high += _as_float(words >> 16, DTYPE)
-    if not GATHER:
-        total = _as_bits(low, DTYPE)
-        if DTYPE.primitive_bitwidth == 16:
-            total |= _as_bits(high, DTYPE) << 16
-        tl.store(out_ptr + word, total, mask=valid)
+    else:
+        low, high = _sum_of_all(mine, number, addresses_ptr, place, present, rank_words, abort_ptr, RANK, SIZE, DTYPE)
+        tl.store(out_ptr + word, _as_words(low, high, DTYPE), mask=valid)
     tl.store(numbers_ptr + program, number)
+
+
+@triton.jit
+def _exchange_norm_kernel(
+    x_ptr,  # int32 [T, W]: the words of rows of DTYPE, overwritten with the sum
+    weight_ptr,  # int32 [W]
+    normed_ptr,  # int32 [T, W]
+    addresses_ptr,
+    numbers_ptr,  # int32 [lines]: that of a row's first line counts
+    abort_ptr,
+    eps,
+    W,
+    H,
+    ROW_LINES,
+    CAPACITY,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    LINES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    enter(PDL)
+    row = tl.program_id(0)
+    line = tl.arange(0, LINES)[:, None]
+    column = tl.arange(0, LINE)[None, :]
+    word = line * DATA + column
+    present = line < ROW_LINES
+    valid = (column < DATA) & (word < W)
+    place = ((row * ROW_LINES + line) * LINE + column).to(tl.int64)
+    rank_words = CAPACITY.to(tl.int64) * LINE
+    weight = tl.load(weight_ptr + word, mask=valid, other=0)
+    wait_for_inputs(PDL)
+    number_ptr = numbers_ptr + row * ROW_LINES
+    number = tl.load(number_ptr) + 1
+    in_row = row.to(tl.int64) * W + word
+    mine = tl.load(x_ptr + in_row, mask=valid, other=0)
+    _send(mine, number, addresses_ptr, place, present, rank_words, RANK, SIZE)
+    low, high = _sum_of_all(mine, number, addresses_ptr, place, present, rank_words, abort_ptr, RANK, SIZE, DTYPE)
+    total = _as_words(low, high, DTYPE)
+    tl.store(x_ptr + in_row, total, mask=valid)
+    # Rounded as the separate norm reads it, so that both forms agree.
+    low = tl.where(valid, _as_float(total, DTYPE), 0.0)
+    squares = tl.sum(low * low)
+    if DTYPE.primitive_bitwidth == 16:
+        high = tl.where(valid, _as_float(total >> 16, DTYPE), 0.0)
+        squares += tl.sum(high * high)
+    scale = tl.rsqrt(squares / H + eps)
+    normed = _as_words(low * scale * _as_float(weight, DTYPE), high * scale * _as_float(weight >> 16, DTYPE), DTYPE)
+    tl.store(normed_ptr + in_row, normed, mask=valid)
+    tl.store(number_ptr, number)
 
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -159,7 +273,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 def _exchange(x: Tensor, out: Tensor, buffers: PeerBuffers, *, gather: bool) -> None:
     assert buffers.fits(x), (x.shape, x.dtype, buffers.capacity)
     words = x.view(-1).view(torch.int32)
-    _exchange_kernel[(triton.cdiv(len(words), buffers.lines * DATA.value),)](
+    _exchange_kernel[(triton.cdiv(len(words) * WORD_BYTES, buffers.lines * LINE_DATA_BYTES),)](
         words,
         out.view(-1).view(torch.int32),
         buffers.addresses,
@@ -178,9 +292,46 @@ def _exchange(x: Tensor, out: Tensor, buffers: PeerBuffers, *, gather: bool) -> 
 
 
 def all_reduce(x: Tensor, buffers: PeerBuffers) -> Tensor:
-    """The sum of all ranks' x (float32, bfloat16 or float16), added in float32, in x's own memory."""
-    _exchange(x, x, buffers, gather=False)
+    """The sum of all ranks' x (float32, bfloat16 or float16), added in float32, in x's own memory.
+
+    In several exchanges where x is whole but does not fit.
+    """
+    for piece in x.view(-1).split(buffers.capacity * LINE_DATA_BYTES // x.element_size()):
+        _exchange(piece, piece, buffers, gather=False)
     return x
+
+
+def all_reduce_norm(x: Tensor, weight: Tensor, eps: float, buffers: PeerBuffers) -> tuple[Tensor, Tensor]:
+    """all_reduce of x [T, H], and the sum's RMS norm with weight [H] (as `norm.rms_norm`).
+
+    The buffers serve nothing else, and always the same H: a line's number must be that of one program's exchanges.
+    """
+    assert buffers.fits_rows(x), (x.shape, x.dtype, buffers.capacity)
+    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+    normed = torch.empty_like(x)
+    words = x.view(torch.int32)
+    lines = row_lines(x.shape[1] * x.element_size())
+    block_lines = triton.next_power_of_2(lines)
+    _exchange_norm_kernel[(len(x),)](
+        words,
+        weight.view(torch.int32),
+        normed.view(torch.int32),
+        buffers.addresses,
+        buffers.numbers,
+        buffers.abort,
+        eps,
+        words.shape[1],
+        x.shape[1],
+        lines,
+        buffers.capacity,
+        RANK=buffers.rank,
+        SIZE=buffers.size,
+        LINES=block_lines,
+        DTYPE=TRITON_DTYPES[x.dtype],
+        num_warps=max(1, min(16, block_lines // 8)),
+        **pdl_options(x),
+    )
+    return x, normed
 
 
 def all_gather(x: Tensor, buffers: PeerBuffers) -> Tensor:

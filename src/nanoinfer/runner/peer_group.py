@@ -1,4 +1,4 @@
-"""PeerGroup: the ranks of one host exchange small tensors through each other's GPU memory, and large ones as before."""
+"""PeerGroup: GPUs of one host exchange through each other's memory, which NCCL beats where many send much."""
 
 from __future__ import annotations
 
@@ -11,42 +11,71 @@ from nanoinfer.kernels import peer_exchange
 from nanoinfer.layers.group import Group
 from nanoinfer.runner.peer_memory import PeerMemory
 
-MOST_SENT = 4 << 20  # bytes of a tensor times the ranks to send it to; beyond, NCCL is faster (H200, NVLink)
+PIECE = 16 << 20  # bytes that two ranks exchange at a time: larger pieces are no faster (H200, NVLink)
+MOST_SENT = 8 << 20  # bytes of a tensor times the ranks to send it to, where they are several; beyond, NCCL sends less
+ROWS_SENT = 4 << 20  # the same for sums with their norm; larger ones do not notice a kernel more
 
 
 def with_peer_memory(
-    group: Group, device: torch.device, *, most_sent: int = MOST_SENT, lines: int = peer_exchange.LINES
+    group: Group, device: torch.device, *, piece: int | None = None, lines: int = peer_exchange.LINES
 ) -> Group:
     """`group` itself where its ranks cannot write each other's memory. All ranks must call this."""
-    data = peer_exchange.WORD_BYTES * peer_exchange.DATA.value * lines
-    capacity = -(-most_sent // (group.size - 1) // data) * lines
+    others = group.size - 1
+    piece = piece or (PIECE if others == 1 else MOST_SENT // others)
+    capacities = [_lines_of(piece, lines), _lines_of(ROWS_SENT // others, lines)]
+    sizes = [peer_exchange.PeerBuffers.nbytes(group.size, capacity) for capacity in capacities]
     with torch.cuda.device(device):
-        memory = PeerMemory(group, peer_exchange.PeerBuffers.nbytes(group.size, capacity), device)
+        memory = PeerMemory(group, sum(sizes), device)
     if memory.addresses is None:
         memory.close()
         return group
-    buffers = peer_exchange.PeerBuffers.at(memory.addresses, group.rank, capacity, device, lines)
-    return PeerGroup(group, memory, buffers, device)
+    behind = [address + sizes[0] for address in memory.addresses]
+    return PeerGroup(
+        group,
+        memory,
+        peer_exchange.PeerBuffers.at(memory.addresses, group.rank, capacities[0], device, lines),
+        peer_exchange.PeerBuffers.at(behind, group.rank, capacities[1], device, 1),
+        device,
+    )
+
+
+def _lines_of(nbytes: int, multiple: int) -> int:
+    """Lines for so many bytes of data, in whole programs."""
+    return -(-nbytes // (peer_exchange.LINE_DATA_BYTES * multiple)) * multiple
 
 
 class PeerGroup(Group):
-    """A group of GPUs of one host. `inner` does what does not fit into the peers' buffers."""
+    """A group of GPUs of one host. `inner` does what does not fit into the peers' buffers.
+
+    Of two ranks each must send all it has in any case, so they sum what does not fit in pieces.
+    """
 
     def __init__(
-        self, inner: Group, memory: PeerMemory, buffers: peer_exchange.PeerBuffers, device: torch.device
+        self,
+        inner: Group,
+        memory: PeerMemory,
+        buffers: peer_exchange.PeerBuffers,
+        row_buffers: peer_exchange.PeerBuffers,
+        device: torch.device,
     ) -> None:
         super().__init__(inner.partition, inner.ranks_on_host)
         self._inner = inner
         self._memory = memory
         self._buffers = buffers
+        self._row_buffers = row_buffers
         self._device = device
         self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
         self._abort_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._buffers.fits(x):
+        if self._buffers.fits(x) or (self.size == 2 and self._buffers.is_whole(x)):
             return peer_exchange.all_reduce(x, self._buffers)
         return self._inner.all_reduce(x)
+
+    def all_reduce_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+        if x.shape[1] == weight.shape[0] and self._row_buffers.fits_rows(x) and weight.dtype == x.dtype:
+            return peer_exchange.all_reduce_norm(x, weight, eps, self._row_buffers)
+        return self.all_reduce(x), None
 
     def all_gather(self, x: Tensor) -> Tensor:
         return peer_exchange.all_gather(x, self._buffers) if self._buffers.fits(x) else self._inner.all_gather(x)
@@ -60,7 +89,8 @@ class PeerGroup(Group):
     def abort(self) -> None:
         # A copy, since the device may have no room for another kernel beside those that wait.
         with torch.cuda.device(self._device), torch.cuda.stream(self._abort_stream):
-            self._buffers.abort.copy_(self._one, non_blocking=True)
+            for buffers in (self._buffers, self._row_buffers):
+                buffers.abort.copy_(self._one, non_blocking=True)
         self._inner.abort()
 
     def close(self) -> None:
