@@ -16,6 +16,7 @@ from nanoinfer.attention.base import AttentionBackend, AttentionBatch
 from nanoinfer.kernels.heads import KVCache
 from nanoinfer.layers.norm import Hidden
 from nanoinfer.models.decoder import Decoder
+from nanoinfer.runner.cuda_graphs import give_back_memory
 
 # One token, a few and many are computed by different kernels. Those between are compiled when they come up.
 TOKENS = (1, 3, 512)
@@ -38,6 +39,7 @@ class KernelCompilation:
         self._pool.shutdown()
         for job in self._jobs:
             job.result()
+        give_back_memory()  # the threads have multiplied
 
 
 @torch.inference_mode()
