@@ -20,7 +20,7 @@ CAPACITY = 8  # lines, of 31 words
 def test_sums_and_gathers_of_any_size_in_turn(size, tmp_path):
     """Processes with common memory: in one, the interpreter would run one rank after the other, and wait for ever."""
     for rank in range(size):
-        (tmp_path / str(rank)).write_bytes(bytes(2 * PeerBuffers.nbytes(size, CAPACITY)))
+        (tmp_path / str(rank)).write_bytes(bytes(PeerBuffers.nbytes(size, CAPACITY)))
     command = [sys.executable, Path(__file__).parent / "exchange_rank.py"]
     without_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     with ExitStack() as stack:

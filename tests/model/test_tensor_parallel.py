@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from test_parity import FAMILIES, greedy, randomise, shape
-from thread_ranks import ThreadGroup, use_thread_ranks
+from thread_ranks import use_thread_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from nanoinfer import LLM, ConfigError, SamplingParams
-from nanoinfer.kernels import reference
 from nanoinfer.runner import build
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
 
@@ -60,24 +59,6 @@ def test_greedy_ids_equal_transformers(cases, monkeypatch, name, tp):
     with LLM(folder, device="cpu", kernels="cpu", num_blocks=128, tensor_parallel_size=tp) as llm:
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
         assert llm.info.tensor_parallel_size == tp
-
-
-@pytest.mark.parametrize("name", ["qwen3-attention-bias", "smollm2-gqa3-tied"])
-def test_sums_that_come_with_their_norm(cases, monkeypatch, name):
-    """As groups of GPUs give them."""
-    seen = set()
-
-    def all_reduce_norm(group, x, weight, eps):
-        total = group.all_reduce(x)
-        seen.add(tuple(total.shape[1:]))
-        return total, reference.rms_norm(total, weight, eps)
-
-    folder, prompts, expected = cases(name)
-    use_thread_ranks(monkeypatch)
-    monkeypatch.setattr(ThreadGroup, "all_reduce_norm", all_reduce_norm)
-    with LLM(folder, device="cpu", kernels="cpu", num_blocks=128, tensor_parallel_size=3) as llm:
-        assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
-    assert len(seen) == 1
 
 
 SCHEDULES = {

@@ -24,6 +24,7 @@ from nanoinfer.kernels.norm import rms_norm
 from nanoinfer.kernels.streamed_matmul import StreamConfig, stream
 
 MIN_TOKENS, MAX_TOKENS = 2, 128
+SMALL, MEDIUM = 2**23, 13 * 2**20  # elements of a weight
 PARTIAL_SUMS = 2**22  # float32, of all programs of one launch
 TILES = 2**12
 
@@ -148,7 +149,13 @@ def _tile_kernel(
 
 
 def chosen_config(tokens: int, rows: int, width: int, swiglu: bool) -> TileConfig | StreamConfig | None:
-    """For weights [rows, width] of up to 16 MB, measured on an H200 (decision 056); None where none cuts K evenly."""
+    """For a weight [rows, width], as measured on an H200 (decision 056); None where cuBLAS or skinny_matmul is faster.
+
+    That is where weights are large, and where no config cuts K evenly.
+    """
+    if rows * width > SMALL:
+        is_medium = rows * width <= MEDIUM and rows <= 4096 and 16 < tokens <= 32
+        return TileConfig(64, 32, 128, 4, 4, 4, prefetch=False) if is_medium and not swiglu else None
     long, short = -(-width // 1024), -(-width // 512)  # 64 rows of 1,024 fit into shared memory beside the tokens
     config: TileConfig | StreamConfig
     if tokens <= 32:
@@ -169,10 +176,9 @@ def chosen_config(tokens: int, rows: int, width: int, swiglu: bool) -> TileConfi
 
 def pays(tokens: int, weight: Tensor, *, swiglu: bool = False) -> bool:
     """Whether it beats cuBLAS and skinny_matmul (H200). Only Hopper has these tensor-core instructions."""
-    small = weight.numel() <= 2**23 and weight.dtype == torch.bfloat16
     return (
         MIN_TOKENS <= tokens <= MAX_TOKENS
-        and small
+        and weight.dtype == torch.bfloat16
         and is_hopper(weight.device)
         and chosen_config(tokens, weight.shape[0], weight.shape[1], swiglu) is not None
     )

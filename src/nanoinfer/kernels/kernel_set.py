@@ -52,10 +52,6 @@ class KernelSet:
         """silu(gate) * up of rms_norm(x), with weight [2 I, H] = gate rows, then up rows -> [T, I]."""
         return self.silu_mul(self.norm_linear(x, norm_weight, eps, weight, bias))
 
-    def swiglu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """norm_swiglu of what is normed already."""
-        return self.silu_mul(self.linear(x, weight, bias))
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]."""
         return reference.silu_mul(gate_up)

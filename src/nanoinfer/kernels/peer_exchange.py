@@ -25,8 +25,7 @@ LINE: tl.constexpr = tl.constexpr(32)  # words that arrive together
 DATA: tl.constexpr = tl.constexpr(31)  # of them, words of data; the last one is the number
 LINE_BYTES: int = LINE.value * WORD_BYTES
 LINE_DATA_BYTES: int = DATA.value * WORD_BYTES
-MOST_ROW_BYTES = 1 << 15  # of a row whose words one program keeps in its registers
-LINES = 8  # of a program of all_reduce: one warp, which needs no barrier to see that all have arrived
+LINES = 8  # of a program: one warp, which needs no barrier to see that all have arrived
 
 
 @dataclass(frozen=True)
@@ -75,21 +74,6 @@ class PeerBuffers:
     def fits(self, x: Tensor) -> bool:
         """Whether x can be exchanged at once."""
         return self.is_whole(x) and x.numel() * x.element_size() <= self.capacity * LINE_DATA_BYTES
-
-    def fits_rows(self, x: Tensor) -> bool:
-        """Whether x [T, H] can be exchanged by rows: each takes whole lines, and is a program's work."""
-        row_bytes = x.shape[1] * x.element_size()
-        return (
-            self.is_whole(x)
-            and row_bytes % WORD_BYTES == 0
-            and len(x) * row_lines(row_bytes) <= self.capacity
-            and row_bytes <= MOST_ROW_BYTES
-        )
-
-
-def row_lines(row_bytes: int) -> int:
-    """Lines that a row takes."""
-    return -(-row_bytes // LINE_DATA_BYTES)
 
 
 @triton.jit
@@ -217,56 +201,6 @@ def _exchange_kernel(
     tl.store(numbers_ptr + program, number)
 
 
-@triton.jit
-def _exchange_norm_kernel(
-    x_ptr,  # int32 [T, W]: the words of rows of DTYPE, overwritten with the sum
-    weight_ptr,  # int32 [W]
-    normed_ptr,  # int32 [T, W]
-    addresses_ptr,
-    numbers_ptr,  # int32 [lines]: that of a row's first line counts
-    abort_ptr,
-    eps,
-    W,
-    H,
-    ROW_LINES,
-    CAPACITY,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    LINES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    enter(PDL)
-    row = tl.program_id(0)
-    line = tl.arange(0, LINES)[:, None]
-    column = tl.arange(0, LINE)[None, :]
-    word = line * DATA + column
-    present = line < ROW_LINES
-    valid = (column < DATA) & (word < W)
-    place = ((row * ROW_LINES + line) * LINE + column).to(tl.int64)
-    rank_words = CAPACITY.to(tl.int64) * LINE
-    weight = tl.load(weight_ptr + word, mask=valid, other=0)
-    wait_for_inputs(PDL)
-    number_ptr = numbers_ptr + row * ROW_LINES
-    number = tl.load(number_ptr) + 1
-    in_row = row.to(tl.int64) * W + word
-    mine = tl.load(x_ptr + in_row, mask=valid, other=0)
-    _send(mine, number, addresses_ptr, place, present, rank_words, RANK, SIZE)
-    low, high = _sum_of_all(mine, number, addresses_ptr, place, present, rank_words, abort_ptr, RANK, SIZE, DTYPE)
-    total = _as_words(low, high, DTYPE)
-    tl.store(x_ptr + in_row, total, mask=valid)
-    # Rounded as the separate norm reads it, so that both forms agree.
-    low = tl.where(valid, _as_float(total, DTYPE), 0.0)
-    squares = tl.sum(low * low)
-    if DTYPE.primitive_bitwidth == 16:
-        high = tl.where(valid, _as_float(total >> 16, DTYPE), 0.0)
-        squares += tl.sum(high * high)
-    scale = tl.rsqrt(squares / H + eps)
-    normed = _as_words(low * scale * _as_float(weight, DTYPE), high * scale * _as_float(weight >> 16, DTYPE), DTYPE)
-    tl.store(normed_ptr + in_row, normed, mask=valid)
-    tl.store(number_ptr, number)
-
-
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -299,39 +233,6 @@ def all_reduce(x: Tensor, buffers: PeerBuffers) -> Tensor:
     for piece in x.view(-1).split(buffers.capacity * LINE_DATA_BYTES // x.element_size()):
         _exchange(piece, piece, buffers, gather=False)
     return x
-
-
-def all_reduce_norm(x: Tensor, weight: Tensor, eps: float, buffers: PeerBuffers) -> tuple[Tensor, Tensor]:
-    """all_reduce of x [T, H], and the sum's RMS norm with weight [H] (as `norm.rms_norm`).
-
-    The buffers serve nothing else, and always the same H: a line's number must be that of one program's exchanges.
-    """
-    assert buffers.fits_rows(x), (x.shape, x.dtype, buffers.capacity)
-    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
-    normed = torch.empty_like(x)
-    words = x.view(torch.int32)
-    lines = row_lines(x.shape[1] * x.element_size())
-    block_lines = triton.next_power_of_2(lines)
-    _exchange_norm_kernel[(len(x),)](
-        words,
-        weight.view(torch.int32),
-        normed.view(torch.int32),
-        buffers.addresses,
-        buffers.numbers,
-        buffers.abort,
-        eps,
-        words.shape[1],
-        x.shape[1],
-        lines,
-        buffers.capacity,
-        RANK=buffers.rank,
-        SIZE=buffers.size,
-        LINES=block_lines,
-        DTYPE=TRITON_DTYPES[x.dtype],
-        num_warps=max(1, min(16, block_lines // 8)),
-        **pdl_options(x),
-    )
-    return x, normed
 
 
 def all_gather(x: Tensor, buffers: PeerBuffers) -> Tensor:

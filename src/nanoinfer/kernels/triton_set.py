@@ -54,11 +54,6 @@ class TritonKernels(KernelSet):
             return product(x, weight, norm_weight=norm_weight, eps=eps, swiglu=True)
         return super().norm_swiglu(x, norm_weight, eps, weight, bias)
 
-    def swiglu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is None and (product := _fused(x, weight, swiglu=True)):
-            return product(x, weight, swiglu=True)
-        return super().swiglu(x, weight, bias)
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
 

@@ -30,10 +30,6 @@ class Group:
         """The sum of all ranks' x, bit for bit the same on each; x's own memory may be overwritten with it."""
         return x
 
-    def all_reduce_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-        """all_reduce of x [T, H], and where the group does that at once the sum's RMS norm with weight [H]."""
-        return self.all_reduce(x), None
-
     def all_gather(self, x: Tensor) -> Tensor:
         """x [...] of every rank -> [size, ...]."""
         return x[None]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.layers.group import ALONE, Group
-from nanoinfer.layers.norm import Hidden, RMSNorm
+from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.models.partition import Span
 from nanoinfer.models.weights import WeightSlot
 
@@ -38,20 +38,16 @@ class Linear:
         self._kernels = kernels
         self._group = group
 
-    def after_norm(self, hidden: Hidden, norm: RMSNorm) -> Tensor:
-        """Of the normed hidden states: [T, in] -> [T, out]."""
-        if hidden.normed is not None:
-            return self._kernels.linear(hidden.normed, self.weight, self.bias)
-        return self._kernels.norm_linear(hidden.residual, norm.weight, norm.eps, self.weight, self.bias)
+    def after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Of the normed x: [T, in] -> [T, out]."""
+        return self._kernels.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
 
-    def swiglu_after_norm(self, hidden: Hidden, norm: RMSNorm) -> Tensor:
-        """With two outputs, gate and up: silu(gate) * up of the normed hidden states: [T, in] -> [T, out / 2]."""
-        if hidden.normed is not None:
-            return self._kernels.swiglu(hidden.normed, self.weight, self.bias)
-        return self._kernels.norm_swiglu(hidden.residual, norm.weight, norm.eps, self.weight, self.bias)
+    def swiglu_after_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """With two outputs, gate and up: silu(gate) * up of the normed x: [T, in] -> [T, out / 2]."""
+        return self._kernels.norm_swiglu(x, norm.weight, norm.eps, self.weight, self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: RMSNorm | None) -> Hidden:
-        """residual [T, out] + what the ranks' x [T, in] give together, the same on every rank; `norm` is what reads it.
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [T, out] + what the ranks' x [T, in] give together, the same on every rank.
 
         The residual's memory may be overwritten with it. Rank 0 puts the residual and the bias into its part of the
         sum, so that adding them costs nothing.
@@ -60,9 +56,7 @@ class Linear:
             part = self._kernels.linear_add(x, self.weight, self.bias, residual)
         else:
             part = self._kernels.linear(x, self.weight, None).to(residual.dtype)
-        if norm is None:
-            return Hidden(self._group.all_reduce(part))
-        return Hidden(*self._group.all_reduce_norm(part, norm.weight, norm.eps))
+        return self._group.all_reduce(part)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         """The checkpoint tensors `prefix.PART.weight` (and `.bias`), each a view of its rows."""

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
 from nanoinfer.models.weights import WeightSlot
-
-
-class Hidden(NamedTuple):
-    """The residual stream, [T, H], and where it is known already its norm by the layer that reads it next."""
-
-    residual: Tensor
-    normed: Tensor | None = None
 
 
 class RMSNorm:

@@ -13,7 +13,7 @@ from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.layers.embedding import Embedding, LMHead
 from nanoinfer.layers.group import ALONE, Group
 from nanoinfer.layers.linear import Linear
-from nanoinfer.layers.norm import Hidden, RMSNorm
+from nanoinfer.layers.norm import RMSNorm
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.partition import Span
 from nanoinfer.models.weights import WeightSlot
@@ -53,14 +53,9 @@ class DecoderLayer:
             self.qk_norm = QKNorm(q_norm.weight, k_norm.weight, config.rms_norm_eps)
 
     def forward(
-        self,
-        hidden: Hidden,
-        next_norm: RMSNorm | None,
-        cache: KVCache,
-        attention: AttentionPlan,
-        sample_at: Tensor | None = None,
-    ) -> Hidden:
-        """[T, H] -> [T, H]; this step's keys and values go into the cache. `next_norm` is that of the layer behind.
+        self, hidden: Tensor, cache: KVCache, attention: AttentionPlan, sample_at: Tensor | None = None
+    ) -> Tensor:
+        """[T, H] -> [T, H]; this step's keys and values go into the cache.
 
         With `sample_at` int64 [S], of the tokens there alone, which all end a sequence: [S, H].
         """
@@ -68,14 +63,13 @@ class DecoderLayer:
         if self._repeated is not None:
             qkv = qkv[:, self._repeated]
         attended = attention.run(qkv, self.qk_norm, cache, sample_at)
-        residual = hidden.residual
         if sample_at is not None:
-            residual = residual[sample_at]
+            hidden = hidden[sample_at]
             if not len(sample_at):
-                return Hidden(residual)
-        hidden = self.o_proj.add_to(residual, attended, self.post_attention_layernorm)
+                return hidden
+        hidden = self.o_proj.add_to(hidden, attended)
         inner = self.gate_up_proj.swiglu_after_norm(hidden, self.post_attention_layernorm)
-        return self.down_proj.add_to(hidden.residual, inner, next_norm)
+        return self.down_proj.add_to(hidden, inner)
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = {
@@ -141,11 +135,12 @@ class Decoder:
         input_ids int64 [T]; sample_at int64 [S], indices into the T tokens of the last one of as many sequences, None
         for all tokens -> [S, H].
         """
-        hidden = Hidden(self.embed_tokens.forward(input_ids))
-        for i, layer in enumerate(self.layers[:-1]):
-            hidden = layer.forward(hidden, self.layers[i + 1].input_layernorm, kv_caches[i], attention)
+        hidden = self.embed_tokens.forward(input_ids)
+        *others, last = zip(self.layers, kv_caches, strict=True)
+        for layer, cache in others:
+            hidden = layer.forward(hidden, cache, attention)
         # What the last layer gives for other tokens, nobody reads: of a long prompt a layer's work, less a QKV product.
-        return self.layers[-1].forward(hidden, None, kv_caches[-1], attention, sample_at).residual
+        return last[0].forward(hidden, last[1], attention, sample_at)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> float32 [S, V]."""

@@ -14,7 +14,6 @@ import torch
 
 from nanoinfer.attention.base import AttentionBackend, AttentionBatch
 from nanoinfer.kernels.heads import KVCache
-from nanoinfer.layers.norm import Hidden
 from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.cuda_graphs import give_back_memory
 
@@ -57,10 +56,10 @@ def _layer_operations(model: Decoder, device: torch.device, tokens: int) -> list
 
     hidden, attended, inner = (linear.weight.shape[1] for linear in (layer.qkv_proj, layer.o_proj, layer.down_proj))
     return [
-        lambda: layer.qkv_proj.after_norm(Hidden(zeros(hidden)), layer.input_layernorm),
-        lambda: layer.o_proj.add_to(zeros(hidden), zeros(attended), None),
-        lambda: layer.gate_up_proj.swiglu_after_norm(Hidden(zeros(hidden)), layer.post_attention_layernorm),
-        lambda: layer.down_proj.add_to(zeros(hidden), zeros(inner), None),
+        lambda: layer.qkv_proj.after_norm(zeros(hidden), layer.input_layernorm),
+        lambda: layer.o_proj.add_to(zeros(hidden), zeros(attended)),
+        lambda: layer.gate_up_proj.swiglu_after_norm(zeros(hidden), layer.post_attention_layernorm),
+        lambda: layer.down_proj.add_to(zeros(hidden), zeros(inner)),
     ]
 
 

@@ -13,7 +13,6 @@ from nanoinfer.runner.peer_memory import PeerMemory
 
 PIECE = 16 << 20  # bytes that two ranks exchange at a time: larger pieces are no faster (H200, NVLink)
 MOST_SENT = 8 << 20  # bytes of a tensor times the ranks to send it to, where they are several; beyond, NCCL sends less
-ROWS_SENT = 4 << 20  # the same for sums with their norm; larger ones do not notice a kernel more
 
 
 def with_peer_memory(
@@ -22,26 +21,14 @@ def with_peer_memory(
     """`group` itself where its ranks cannot write each other's memory. All ranks must call this."""
     others = group.size - 1
     piece = piece or (PIECE if others == 1 else MOST_SENT // others)
-    capacities = [_lines_of(piece, lines), _lines_of(ROWS_SENT // others, lines)]
-    sizes = [peer_exchange.PeerBuffers.nbytes(group.size, capacity) for capacity in capacities]
+    capacity = -(-piece // (peer_exchange.LINE_DATA_BYTES * lines)) * lines
     with torch.cuda.device(device):
-        memory = PeerMemory(group, sum(sizes), device)
+        memory = PeerMemory(group, peer_exchange.PeerBuffers.nbytes(group.size, capacity), device)
     if memory.addresses is None:
         memory.close()
         return group
-    behind = [address + sizes[0] for address in memory.addresses]
-    return PeerGroup(
-        group,
-        memory,
-        peer_exchange.PeerBuffers.at(memory.addresses, group.rank, capacities[0], device, lines),
-        peer_exchange.PeerBuffers.at(behind, group.rank, capacities[1], device, 1),
-        device,
-    )
-
-
-def _lines_of(nbytes: int, multiple: int) -> int:
-    """Lines for so many bytes of data, in whole programs."""
-    return -(-nbytes // (peer_exchange.LINE_DATA_BYTES * multiple)) * multiple
+    buffers = peer_exchange.PeerBuffers.at(memory.addresses, group.rank, capacity, device, lines)
+    return PeerGroup(group, memory, buffers, device)
 
 
 class PeerGroup(Group):
@@ -51,18 +38,12 @@ class PeerGroup(Group):
     """
 
     def __init__(
-        self,
-        inner: Group,
-        memory: PeerMemory,
-        buffers: peer_exchange.PeerBuffers,
-        row_buffers: peer_exchange.PeerBuffers,
-        device: torch.device,
+        self, inner: Group, memory: PeerMemory, buffers: peer_exchange.PeerBuffers, device: torch.device
     ) -> None:
         super().__init__(inner.partition, inner.ranks_on_host)
         self._inner = inner
         self._memory = memory
         self._buffers = buffers
-        self._row_buffers = row_buffers
         self._device = device
         self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
         self._abort_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -71,11 +52,6 @@ class PeerGroup(Group):
         if self._buffers.fits(x) or (self.size == 2 and self._buffers.is_whole(x)):
             return peer_exchange.all_reduce(x, self._buffers)
         return self._inner.all_reduce(x)
-
-    def all_reduce_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-        if x.shape[1] == weight.shape[0] and self._row_buffers.fits_rows(x) and weight.dtype == x.dtype:
-            return peer_exchange.all_reduce_norm(x, weight, eps, self._row_buffers)
-        return self.all_reduce(x), None
 
     def all_gather(self, x: Tensor) -> Tensor:
         return peer_exchange.all_gather(x, self._buffers) if self._buffers.fits(x) else self._inner.all_gather(x)
@@ -89,8 +65,7 @@ class PeerGroup(Group):
     def abort(self) -> None:
         # A copy, since the device may have no room for another kernel beside those that wait.
         with torch.cuda.device(self._device), torch.cuda.stream(self._abort_stream):
-            for buffers in (self._buffers, self._row_buffers):
-                buffers.abort.copy_(self._one, non_blocking=True)
+            self._buffers.abort.copy_(self._one, non_blocking=True)
         self._inner.abort()
 
     def close(self) -> None:
