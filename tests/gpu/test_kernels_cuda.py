@@ -188,7 +188,9 @@ def test_fused_decode_at_the_shapes_that_are_chosen_for_a_batch(batch):
     assert_close(actual, reference.paged_attention(q, cache.k, cache.v, cache.tables, starts, cache.lengths, SCALE))
 
 
-@pytest.mark.parametrize(("features", "width"), [(2048, 1024), (1024, 2048), (1000, 3072), (640, 896), (72, 128), (3072, 4096)])
+@pytest.mark.parametrize(
+    ("features", "width"), [(2048, 1024), (1024, 2048), (1000, 3072), (640, 896), (72, 128), (3072, 4096)]
+)
 @pytest.mark.parametrize("fused", ["norm", "norm+swiglu", "bias+residual"])
 @pytest.mark.skipif(not is_hopper(DEVICE), reason="needs a Hopper GPU")
 def test_products_of_some_tokens_as_they_are_chosen(features, width, fused):

@@ -23,7 +23,10 @@ from nanoinfer import LLM, ConfigError, EngineError, SamplingParams
 from nanoinfer.runner import ranks
 
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices")
+pytestmark = [
+    pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(180),  # the first ones compile kernels for float32
+]
 
 FAULTY_WORKER = Path(__file__).parents[1] / "faults" / "faulty_worker.py"
 OPTIONS = {"device": "cuda", "dtype": "float32", "num_blocks": 400, "max_model_len": 1024, "max_num_seqs": 32}
