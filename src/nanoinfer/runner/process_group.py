@@ -1,7 +1,7 @@
 """DistributedGroup: the collective operations of several ranks, through torch.distributed's back ends.
 
 The back end is made directly and not as torch's default process group, of which a process has only one: so two engines
-can be in one process. GPUs of one host exchange small tensors through each other's memory (`peer_group`), which NCCL
+can be in one process. GPUs of one host exchange tensors through each other's memory (`peer_group`), which NCCL
 would take several times as long for.
 """
 
