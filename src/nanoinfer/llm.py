@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 from nanoinfer.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams
+from nanoinfer.data_plane import open_data_plane
 from nanoinfer.engine.outputs import OutputDelta, RequestOutput
 from nanoinfer.errors import ConfigError, EngineError, RequestError
 
@@ -18,14 +19,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nanoinfer.engine.batch import Executor
     from nanoinfer.engine.cache_snapshot import CacheSnapshot
     from nanoinfer.engine.events import EventStream
     from nanoinfer.engine.info import DeviceLimits
     from nanoinfer.engine.tokenizer import Tokenizer
     from nanoinfer.loading import Notify
-    from nanoinfer.models.config import ModelConfig
-    from nanoinfer.runner.build import DataPlane
     from nanoinfer.runner.step_trace import StepTrace
 
 Message: TypeAlias = Mapping[str, Any]
@@ -69,16 +67,14 @@ class LLM:
             revision=config.revision,
             load_format=config.load_format,
             # Only which shape gets random weights depends on it: a wrong path is told before torch is imported.
-            device_is_gpu=config.model is None
-            and config.load_format == "dummy"
-            and _resolve_device(config).type == "cuda",
+            device_is_gpu=config.model is None and config.load_format == "dummy" and _device_of(config).type == "cuda",
             notify=notify,
         )
         wake_gpu(config.device)
         model_config = self.model_config = read_model_config(source.folder)
         self.tokenizer = _open_tokenizer(source.folder) if source.has_tokenizer else None
         self.default_sampling = _default_sampling(read_generation_config(source.folder))
-        plane, self._executor = _open_data_plane(config, model_config, source.folder, notify)
+        plane, self._executor = open_data_plane(config, model_config, source.folder, notify)
         self.model_folder = source.folder
         self.info = plane.info(config, model_config, model=source.name, model_reason=source.reason)
         scheduler = Scheduler(
@@ -338,7 +334,7 @@ def _config_of(model: str | EngineConfig | None, options: Mapping[str, Any]) -> 
     return model
 
 
-def _resolve_device(config: EngineConfig) -> torch.device:
+def _device_of(config: EngineConfig) -> torch.device:
     from nanoinfer.runner.build import resolve_device
 
     return resolve_device(config.device)
@@ -355,61 +351,6 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
     from nanoinfer.loading.folder import read_eos_token_ids
 
     return frozenset({*read_eos_token_ids(folder), *(tokenizer.eos_token_ids if tokenizer is not None else ())})
-
-
-def _open_data_plane(
-    config: EngineConfig, model_config: ModelConfig, folder: Path, notify: Notify
-) -> tuple[DataPlane, Executor]:
-    """In this process, or with tensor parallelism in one process per rank."""
-    from nanoinfer.loading.weights import fill_weights
-    from nanoinfer.models.partition import check_splits
-    from nanoinfer.runner.ranks import Ranks
-    from nanoinfer.runner.torchrun import Launch, accept, rendezvous
-
-    if config.tensor_parallel_size == 1:
-        from nanoinfer.runner.build import build_data_plane
-        from nanoinfer.runner.executor import LocalExecutor
-
-        plane = build_data_plane(
-            config,
-            model_config,
-            _resolve_device(config),
-            load=lambda slots: fill_weights(slots, folder, config.load_format, config.seed, notify),
-            on_wait=lambda what: notify(what, 0, 0),
-        )
-        return plane, LocalExecutor(plane.runner)
-    check_splits(model_config, config.tensor_parallel_size)
-    launch, store = Launch.from_environment(), None
-    if launch is None:
-        ranks = Ranks.start(config.tensor_parallel_size)
-    else:
-        launch.check(config.tensor_parallel_size)
-        if launch.rank > 0:
-            from nanoinfer.worker import join
-
-            raise SystemExit(join(launch))
-        store = rendezvous()
-        ranks = accept(store, launch, config.tp_timeout)
-    try:
-        from nanoinfer.runner.parallel import build_parallel
-
-        def notify_and_check(stage: str, done: int, total: int) -> None:
-            notify(stage, done, total)
-            ranks.check()
-
-        return build_parallel(
-            config,
-            model_config,
-            _resolve_device(config),
-            ranks,
-            store,
-            folder=folder,
-            launch=launch,
-            load=lambda slots: fill_weights(slots, folder, config.load_format, config.seed, notify_and_check),
-        )
-    except BaseException:
-        ranks.kill()
-        raise
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:

@@ -95,4 +95,4 @@ def use_thread_ranks(monkeypatch) -> None:
         assert len({plane.geometry for plane in ranks.planes}) == 1
         return ranks.planes[0], ranks
 
-    monkeypatch.setattr(llm_module, "_open_data_plane", open_data_plane)
+    monkeypatch.setattr(llm_module, "open_data_plane", open_data_plane)

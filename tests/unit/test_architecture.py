@@ -30,7 +30,10 @@ MAY_IMPORT = {
         "runner", "models", "layers", "attention", "kernels", "errors", "config", "engine.batch", "engine.info",
     },
     "ui": {"ui", "engine.events", "engine.metrics", "engine.latency", "engine.info", "errors"},
-    "llm": {"engine", "runner", "loading", "config", "errors", "models.config", "models.partition", "worker"},
+    "data_plane": {
+        "runner", "loading", "config", "engine.batch", "models.config", "models.partition", "worker",
+    },
+    "llm": {"engine", "runner", "loading", "config", "errors", "models.config", "data_plane"},
     "worker": {"runner", "loading", "config", "errors", "models.partition", "models.weights", "engine.batch"},
     "cli": {
         "cli", "ui", "config", "errors", "models.config", "models.partition", "runner.memory", "runner.machine",
@@ -44,8 +47,9 @@ MAY_IMPORT = {
 ENGINE_PACKAGES = {"numpy", "xxhash", "tokenizers", "jinja2", "transformers"}
 
 PURE = [
-    "nanoinfer", "nanoinfer.errors", "nanoinfer.config", "nanoinfer.llm", "nanoinfer.models.config",
-    "nanoinfer.models.weights", "nanoinfer.models.partition", "nanoinfer.runner.memory", "nanoinfer.runner.input_batch",
+    "nanoinfer", "nanoinfer.errors", "nanoinfer.config", "nanoinfer.llm", "nanoinfer.data_plane",
+    "nanoinfer.models.config", "nanoinfer.models.weights", "nanoinfer.models.partition",
+    "nanoinfer.runner.memory", "nanoinfer.runner.input_batch",
     "nanoinfer.runner.channel", "nanoinfer.runner.ranks", "nanoinfer.runner.torchrun", "nanoinfer.worker",
     "nanoinfer.cli.app",
     *sorted(f"nanoinfer.{p.parent.name}.{p.stem}" for p in MODULES if p.parent.name in ("engine", "ui", "loading")
