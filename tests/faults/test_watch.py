@@ -19,7 +19,6 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.batch import CompletedStep, ScheduledBatch, StepResult
 from nanoinfer.errors import EngineError, MemoryBudgetError
 from nanoinfer.layers.group import Group
-from nanoinfer.runner import executor as executor_module
 from nanoinfer.runner import parallel
 from nanoinfer.runner.executor import LocalExecutor
 from nanoinfer.runner.parallel_executor import ParallelExecutor
@@ -385,7 +384,7 @@ def test_an_executor_closes_on_a_device_that_has_failed(monkeypatch: pytest.Monk
     def refuse() -> None:
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(executor_module, "give_back_memory", refuse)
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
     LocalExecutor(Runner()).close()
 
 

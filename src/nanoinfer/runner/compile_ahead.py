@@ -15,10 +15,9 @@ import torch
 from nanoinfer.attention.base import AttentionBackend, AttentionBatch
 from nanoinfer.kernels.heads import KVCache
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.runner.cuda_graphs import give_back_memory
 
 # One token, a few and many are computed by different kernels. Those between are compiled when they come up.
-TOKENS = (1, 3, 512)
+FEW_TOKENS, MANY_TOKENS = (1, 3), 512
 
 
 class KernelCompilation:
@@ -27,7 +26,9 @@ class KernelCompilation:
     def __init__(self, model: Decoder, attention: AttentionBackend, cache: KVCache) -> None:
         """cache: one layer's, of at least one block; nothing is written to it."""
         device = cache[0].device
-        jobs = [job for tokens in TOKENS for job in _layer_operations(model, device, tokens)]
+        jobs = [job for tokens in FEW_TOKENS for job in _layer_operations(model, device, tokens)]
+        # One after the other: cuBLAS keeps 32 MiB for every thread that has multiplied.
+        jobs.append(partial(_run_all, _layer_operations(model, device, MANY_TOKENS)))
         jobs += [partial(_attend, model, attention, cache, batch) for batch in _batches(device)]
         jobs.append(partial(_sample, model, device))
         self._pool = ThreadPoolExecutor(len(jobs), thread_name_prefix="compile")
@@ -38,7 +39,6 @@ class KernelCompilation:
         self._pool.shutdown()
         for job in self._jobs:
             job.result()
-        give_back_memory()  # the threads have multiplied
 
 
 @torch.inference_mode()
@@ -46,6 +46,11 @@ def _run(job: Callable[[], object], device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has a current device of its own
     job()
+
+
+def _run_all(jobs: list[Callable[[], object]]) -> None:
+    for job in jobs:
+        job()
 
 
 def _layer_operations(model: Decoder, device: torch.device, tokens: int) -> list[Callable[[], object]]:

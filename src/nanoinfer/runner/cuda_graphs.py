@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ class GraphCache:
     def __init__(self) -> None:
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # the first graph makes it
-        _caches.add(self)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -49,21 +47,6 @@ class GraphCache:
         graph, output = self._graphs[key]
         graph.replay()
         return output
-
-
-_caches: WeakSet[GraphCache] = WeakSet()  # that are in use
-
-
-def give_back_memory() -> None:
-    """Return to the device what torch keeps without using it; nothing where CUDA was not used.
-
-    With it go cuBLAS's workspaces, 32 MiB on Hopper for every thread and stream that has multiplied, unless graphs of
-    some engine in this process may still write to them.
-    """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        if not _caches:
-            torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
 
 
 @cache

@@ -6,9 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from nanoinfer.engine.batch import ScheduledBatch, StepHandle, StepResult
 from nanoinfer.errors import EngineError
-from nanoinfer.runner.cuda_graphs import give_back_memory
 
 
 class Runner(Protocol):
@@ -55,4 +56,4 @@ class LocalExecutor:
         """Drop the runner, and with it weights, pool and graphs; on CUDA their memory goes back to the device."""
         self._runner = None
         with suppress(RuntimeError):  # a device that has failed refuses; the step has told why
-            give_back_memory()
+            torch.cuda.empty_cache()  # nothing where CUDA was not used

@@ -6,11 +6,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
+import torch
+
 from nanoinfer.engine.batch import ScheduledBatch, StepHandle, StepResult
 from nanoinfer.errors import EngineError, RankError
 from nanoinfer.layers.group import Group
 from nanoinfer.runner.channel import STEP, encode_batch
-from nanoinfer.runner.cuda_graphs import give_back_memory
 from nanoinfer.runner.executor import FailedStep, Runner, step_error
 from nanoinfer.runner.ranks import Ranks
 from nanoinfer.runner.watch import Watch
@@ -99,7 +100,7 @@ class ParallelExecutor:
             return
         self._closed = True
         ignored = (RuntimeError, OSError) if self._has_failed else ()
-        stages = (self._watch.close, self._ranks.stop, self._close_group, self._on_close, give_back_memory)
+        stages = (self._watch.close, self._ranks.stop, self._close_group, self._on_close, torch.cuda.empty_cache)
         with suppress(*ignored), ExitStack() as stack:
             for stage in reversed(stages):
                 stack.callback(stage)

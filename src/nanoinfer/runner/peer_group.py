@@ -25,7 +25,6 @@ def with_peer_memory(
     with torch.cuda.device(device):
         memory = PeerMemory(group, peer_exchange.PeerBuffers.nbytes(group.size, capacity), device)
     if memory.addresses is None:
-        memory.close()
         return group
     buffers = peer_exchange.PeerBuffers.at(memory.addresses, group.rank, capacity, device, lines)
     return PeerGroup(group, memory, buffers, device)
