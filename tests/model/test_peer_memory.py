@@ -56,8 +56,12 @@ class Pair(Group):
         self.peer = peer.ljust(peer_memory.BUS_ID_BYTES, b"\0")
 
     def all_gather(self, x):
+        self.can_be_opened = bool(x.any())
         theirs = torch.tensor(list(bytes(peer_memory.HANDLE_BYTES) + self.peer), dtype=torch.uint8)
         return torch.stack((x, theirs))
+
+    def all_reduce_min(self, value):
+        return min(value, self.can_be_opened)
 
 
 @pytest.fixture
