@@ -44,7 +44,7 @@ def open_data_plane(
         if launch.rank > 0:
             from nanoinfer.worker import join
 
-            raise SystemExit(join(launch))
+            join(launch)
         store = rendezvous()
         ranks = accept(store, launch, config.tp_timeout)
     try:

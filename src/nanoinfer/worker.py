@@ -16,7 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import NanoinferError, RankError
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nanoinfer.models.weights import WeightSlot
     from nanoinfer.runner.build import DataPlane
 
+LOOK_S = 1.0  # how often a rank that hears nothing looks at its GPU
 MAX_IN_FLIGHT = 2  # as many steps as rank 0 has under way: LLMEngine's _max_in_flight, and the one it has just launched
 
 
@@ -40,12 +41,15 @@ def main() -> None:
     os._exit(run(channel))
 
 
-def join(launch: Launch) -> int:
-    """Serve as the rank that `launch` says until rank 0 ends it; returns the exit code."""
+def join(launch: Launch) -> NoReturn:
+    """Serve as the rank that `launch` says until rank 0 ends it, and end this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wait_briefly()
     store = rendezvous()
-    return run(connect(store, launch), launch, store)
+    code = run(connect(store, launch), launch, store)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without Python's own tidying up, which with graphs of NCCL's kernels may not end
 
 
 def run(channel: Channel, launch: Launch | None = None, store: Any = None) -> int:
@@ -76,14 +80,14 @@ def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
     else:
         ranks_on_host = launch.ranks_on_host
         if device.type == "cuda":
-            device = torch.device("cuda", launch.local_rank)
+            device = torch.device("cuda", (device.index or 0) + launch.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL is there: nothing of this rank may land on the first device
     group = join_ranks(store, partition, device, ranks_on_host=ranks_on_host, timeout_s=timeout_s)
     plane = _build(channel, setup, device, group)
     channel.send_report(stage="ready")
     in_flight: deque[StepHandle] = deque()
-    while (message := channel.receive())[0] == STEP:
+    while (message := _next_message(channel, in_flight, device))[0] == STEP:
         in_flight.append(plane.runner.launch(decode_batch(message[1])))
         if len(in_flight) > MAX_IN_FLIGHT:
             in_flight.popleft().result()
@@ -91,6 +95,19 @@ def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
     if device.type != "cuda":
         del plane, in_flight
         group.close()
+
+
+def _next_message(channel: Channel, in_flight: deque[StepHandle], device: Any) -> tuple[int, bytes]:
+    """Of rank 0, which may be waiting for a step that has failed on this rank's GPU: then it is raised here.
+
+    Only steps that nobody waits for would not be noticed otherwise.
+    """
+    if device.type == "cuda":
+        import torch
+
+        while in_flight and not select.select([channel.stream], [], [], LOOK_S)[0]:
+            torch.cuda.current_stream(device).query()
+    return channel.receive()
 
 
 def _build(channel: Channel, setup: dict[str, Any], device: Any, group: Any) -> DataPlane:

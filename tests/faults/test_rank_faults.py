@@ -274,16 +274,45 @@ def test_killed_parents_leave_no_ranks(model: Path, log: Log):
     log.assert_all_gone()
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def torchrun_bench(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        *TORCHRUN, "-m", "nanoinfer", "bench", "-m", str(model), "--load-format", "dummy", "--device", "cpu",
+        "--kernels", "cpu", "--num-blocks", "64", "--num-prompts", "2", "--input-len", "5", "--output-len", "4",
+        "--json", *options,
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 def test_ranks_that_torchrun_starts(model: Path):
     """Over TCP and the environment's own rendezvous, as between hosts; the others leave the command line to rank 0."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "nanoinfer",
-        "bench", "-m", str(model), "--load-format", "dummy", "--device", "cpu", "--kernels", "cpu",
-        "--num-blocks", "64", "--num-prompts", "2", "--input-len", "5", "--output-len", "4", "--json", "--tp", "2",
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = torchrun_bench(model, "--tp", "2")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["completed"] == 2
+
+
+def test_torchrun_without_tp(model: Path):
+    """The other process waited for rank 0 long after that had ended."""
+    result = torchrun_bench(model)
+    assert result.returncode != 0
+    assert "2 processes were started together, but --tp is 1; use --tp 2." in result.stderr
+
+
+def test_a_program_that_torchrun_starts(model: Path, tmp_path: Path):
+    """The other ranks' processes serve, and end, where they would have had their LLM."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from nanoinfer import LLM, SamplingParams\n"
+        "with LLM(sys.argv[1], load_format='dummy', device='cpu', kernels='cpu', num_blocks=64,\n"
+        "         tensor_parallel_size=2) as llm:\n"
+        "    [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))\n"
+        "print(len(output.outputs[0].token_ids))\n"
+    )
+    result = subprocess.run([*TORCHRUN, program, model], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr
 
 
 def test_nothing_is_in_shared_memory_and_no_port_is_open_to_the_network(model: Path, log: Log):

@@ -82,7 +82,7 @@ def _serve_as_rank() -> None:
     from nanoinfer.worker import join
 
     if (launch := Launch.from_environment()) is not None:
-        os._exit(join(launch))  # without Python's own tidying up, which with graphs of NCCL's kernels may not end
+        join(launch)
 
 
 def main(arguments: list[str] | None = None, services: Services | None = None) -> None:

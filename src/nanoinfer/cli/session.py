@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 def open_llm(config: EngineConfig, notify: Notify) -> LLM:
     """Start the engine. Everything slow, torch above all, is imported here and not before."""
     from nanoinfer.llm import LLM
+    from nanoinfer.runner.torchrun import Launch
 
+    if (launch := Launch.from_environment()) is not None:
+        launch.check(config.tensor_parallel_size)  # the others serve as ranks already
     return LLM(config, notify=notify)
 
 

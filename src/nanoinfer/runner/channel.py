@@ -41,16 +41,22 @@ class Channel:
     def send_report(self, **fields: Any) -> None:
         self.send(REPORT, json.dumps(fields).encode())
 
-    def receive(self) -> tuple[int, bytes]:
-        """(kind, payload) of the next message, waiting for it; EOFError if the other end is gone."""
+    def receive(self, most: int | None = None) -> tuple[int, bytes]:
+        """(kind, payload) of the next message, waiting for it; EOFError if the other end is gone.
+
+        ValueError if the payload has more than `most` bytes: it may be no message of ours at all.
+        """
         kind, size = _FRAME.unpack(self._exactly(_FRAME.size))
+        if most is not None and size > most:
+            raise ValueError(f"{size} bytes instead of at most {most}")
         return kind, self._exactly(size)
 
-    def receive_report(self) -> dict[str, Any]:
-        kind, payload = self.receive()
+    def receive_report(self, most: int | None = None) -> dict[str, Any]:
+        kind, payload = self.receive(most)
         if kind == STOP:
             raise EOFError("stopped")
-        assert kind == REPORT, kind
+        if kind != REPORT:
+            raise ValueError(f"a message of kind {kind} instead of a report")
         report: dict[str, Any] = json.loads(payload)
         return report
 

@@ -13,8 +13,8 @@ def wake_gpu(device: str) -> None:
     The primary context is the one that torch uses; whatever fails here, torch reports.
     """
     if device != "cpu":
-        # torchrun gives each rank of a host a GPU of its own.
-        index = int(os.environ.get("LOCAL_RANK") or device.partition(":")[2] or 0)
+        # torchrun gives each rank of a host a GPU of its own, from this one on.
+        index = int(device.partition(":")[2] or 0) + int(os.environ.get("LOCAL_RANK") or 0)
         threading.Thread(target=_retain_context, args=(index,), daemon=True).start()
 
 
