@@ -69,6 +69,7 @@ def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
     import torch  # rank 0 is importing it too
 
     from nanoinfer.runner.process_group import join_ranks, open_store
+    from nanoinfer.runner.worst_step import MemoryMark
 
     channel.send_report(stage="started")
     setup = channel.receive_report()
@@ -83,8 +84,9 @@ def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
             device = torch.device("cuda", (device.index or 0) + launch.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # before NCCL is there: nothing of this rank may land on the first device
+    start = MemoryMark.now(device)
     group = join_ranks(store, partition, device, ranks_on_host=ranks_on_host, timeout_s=timeout_s)
-    plane = _build(channel, setup, device, group)
+    plane = _build(channel, setup, device, group, start)
     channel.send_report(stage="ready")
     in_flight: deque[StepHandle] = deque()
     while (message := _next_message(channel, in_flight, device))[0] == STEP:
@@ -110,7 +112,7 @@ def _next_message(channel: Channel, in_flight: deque[StepHandle], device: Any) -
     return channel.receive()
 
 
-def _build(channel: Channel, setup: dict[str, Any], device: Any, group: Any) -> DataPlane:
+def _build(channel: Channel, setup: dict[str, Any], device: Any, group: Any, start: Any) -> DataPlane:
     from nanoinfer.loading.folder import read_model_config
     from nanoinfer.loading.weights import fill_weights
     from nanoinfer.runner.build import build_data_plane
@@ -124,7 +126,7 @@ def _build(channel: Channel, setup: dict[str, Any], device: Any, group: Any) -> 
         channel.send_report(stage="loaded")
         channel.receive_report()
 
-    return build_data_plane(config, read_model_config(folder), device, load=load, group=group)
+    return build_data_plane(config, read_model_config(folder), device, load=load, group=group, start=start)
 
 
 def _report(channel: Channel, error: Exception) -> None:

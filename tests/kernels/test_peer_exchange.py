@@ -85,3 +85,19 @@ def test_two_ranks_on_one_device_in_graphs():
     for per_rank in sums:
         for total in per_rank:
             assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_line_is_stored_and_loaded_by_one_instruction_of_eight_threads(size):
+    """Only so does it arrive whole. Compiled for a Hopper GPU, which needs none."""
+    source = Path(__file__).parent / "exchange_assembly.py"
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, source, str(size)], capture_output=True, text=True, timeout=200, env=compiled
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assembly = result.stdout.splitlines()
+    stores = [line for line in assembly if "st.global.v4.b32" in line]
+    loads = [line for line in assembly if "ld.volatile.global.v4.b32" in line]
+    assert len(stores) == 2 * (size - 1)  # of eight lines a thread stores two pieces of 16 bytes
+    assert len(loads) == 2 * 2 * (size - 1)  # at first, and in the loop

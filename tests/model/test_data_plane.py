@@ -35,18 +35,18 @@ def pool_plan(**options) -> build.PoolPlan:
 
 
 @pytest.mark.parametrize("options", [{"num_blocks": 1 << 20}, {"kv_memory": 8 << 30}])
-def test_a_given_pool_that_does_not_fit_the_gpu_is_refused_before_the_load_with_the_numbers(options):
-    start = worst_step.MemoryMark(free=2 << 30, reserved=0)
+def test_a_given_pool_that_does_not_fit_the_gpu_is_refused_before_the_load_with_the_numbers(options, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 8 << 30))
     with pytest.raises(MemoryBudgetError, match=r"KV pool .* GiB .*2\.00 GiB available"):
-        pool_plan(**options).geometry_before_load(CUDA, start)
+        pool_plan(**options).geometry_before_load(CUDA)
 
 
-def test_a_given_pool_that_fits_needs_no_profiling_run_and_an_open_one_does():
-    start = worst_step.MemoryMark(free=2 << 30, reserved=0)
-    given = pool_plan(num_blocks=100).geometry_before_load(CUDA, start)
+def test_a_given_pool_that_fits_needs_no_profiling_run_and_an_open_one_does(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 8 << 30))
+    given = pool_plan(num_blocks=100).geometry_before_load(CUDA)
     assert given is not None
     assert given.num_blocks == 100
-    assert pool_plan().geometry_before_load(CUDA, start) is None
+    assert pool_plan().geometry_before_load(CUDA) is None
 
 
 def test_pool_of_full_rows_can_still_keep_prefixes():

@@ -2,8 +2,9 @@
 
 A decode step reads all weights once (of an untied embedding table only the rows of its tokens) and the keys and values
 of every sequence it decodes. A prefill multiplies every token with every matrix, the sampled ones with the LM head as
-well, and attends to the tokens before. All of it is the least that could be done; time is from result to result, so
-scheduling counts against us.
+well, and attends to the tokens before; but what the last layer gives for tokens that are not sampled, nobody needs
+(decision 065). All of it is the least that could be done; time is from result to result, so scheduling counts against
+us.
 """
 
 from __future__ import annotations
@@ -25,20 +26,25 @@ class StepCost:
     weight_bytes: int  # that a decode step reads
     kv_bytes_per_token: int
     layer_parameters: int  # multiplied with every token
+    behind_attention: int  # of them those of the last layer behind its attention, which only sampled tokens need
     head_parameters: int  # multiplied with every sampled token
-    flops_per_pair: int  # of attention: a multiplication and an addition for QK and for PV, in all heads and layers
+    flops_per_pair: int  # of attention in one layer: a multiplication and an addition for QK and for PV, in all heads
+    num_layers: int
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: str, tp: int = 1) -> StepCost:
         width = DTYPE_BYTES[dtype]
         head = -(-model.vocab_size // tp) * model.hidden_size
         layers = model.num_parameters(tp) - head * (1 if model.tie_word_embeddings else 2)
+        queries, inner = model.num_heads * model.head_dim // tp, -(-model.intermediate_size // tp)
         return cls(
             weight_bytes=(layers + head) * width,
             kv_bytes_per_token=model.kv_bytes_per_token(width, tp),
             layer_parameters=layers,
+            behind_attention=model.hidden_size * (queries + 3 * inner),
             head_parameters=head,
-            flops_per_pair=4 * model.num_layers * (model.num_heads // tp) * model.head_dim,
+            flops_per_pair=4 * queries,
+            num_layers=model.num_layers,
         )
 
     def bytes_read(self, phase: Phase) -> int:
@@ -46,10 +52,12 @@ class StepCost:
         return phase.steps * self.weight_bytes + phase.decode_context * self.kv_bytes_per_token
 
     def flops(self, phase: Phase) -> int:
-        """Of all tokens of `phase`, prefilled and decoded."""
+        """Of all tokens of `phase`, prefilled and decoded; in the last layer only those that sampled tokens need."""
         tokens = phase.prefill_tokens + phase.decode_tokens
-        matrices = 2 * (tokens * self.layer_parameters + phase.sampled_tokens * self.head_parameters)
-        return matrices + self.flops_per_pair * (phase.prefill_pairs + phase.decode_context)
+        matrices = tokens * self.layer_parameters + phase.sampled_tokens * self.head_parameters
+        matrices -= (tokens - phase.sampled_tokens) * self.behind_attention
+        pairs = (self.num_layers - 1) * phase.prefill_pairs + self.num_layers * phase.decode_context
+        return 2 * matrices + self.flops_per_pair * pairs
 
 
 def achieved(cost: StepCost, phases: dict[str, Phase]) -> dict[str, Any]:

@@ -63,8 +63,8 @@ class PeerBuffers:
 
     @staticmethod
     def nbytes(size: int, capacity: int) -> int:
-        """Bytes of one rank's buffer: two slots, in each of which every rank has its lines."""
-        return 2 * size * capacity * LINE_BYTES
+        """Bytes of one rank's buffer: two slots, in each of which every other rank has its lines."""
+        return 2 * (size - 1) * capacity * LINE_BYTES
 
     def is_whole(self, x: Tensor) -> bool:
         """Whether x is whole words in one piece: what can be exchanged, if need be in several parts."""
@@ -99,24 +99,39 @@ def _buffer(addresses_ptr, rank):
 
 
 @triton.jit
+def _part(sender: tl.constexpr, receiver: tl.constexpr):
+    """Where the sender's lines are in a slot of the receiver's buffer, which has no part for itself."""
+    return sender - 1 if sender > receiver else sender
+
+
+@triton.jit
 def _send(words, number, addresses_ptr, place, present, rank_words, RANK: tl.constexpr, SIZE: tl.constexpr):
     """Store the lines of words [LINES, LINE] that are present [LINES, 1], with the number, in every other rank."""
     is_data = tl.arange(0, LINE)[None, :] < DATA
     numbered = tl.where(is_data, words, number)
-    slot = (number & 1).to(tl.int64) * SIZE * rank_words
+    slot = (number & 1).to(tl.int64) * (SIZE - 1) * rank_words
     for rank in tl.static_range(SIZE):
         if rank != RANK:
-            tl.store(_buffer(addresses_ptr, rank) + slot + RANK * rank_words + place, numbered, mask=present)
+            there = _buffer(addresses_ptr, rank) + slot + _part(RANK, rank) * rank_words + place
+            tl.store(there, numbered, mask=present)
 
 
 @triton.jit
 def _received(
-    rank, number, addresses_ptr, place, present, rank_words, abort_ptr, RANK: tl.constexpr, SIZE: tl.constexpr
+    rank: tl.constexpr,
+    number,
+    addresses_ptr,
+    place,
+    present,
+    rank_words,
+    abort_ptr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """The lines that `rank` sends: waits for all of them."""
     is_number = tl.arange(0, LINE)[None, :] == DATA
-    slot = (number & 1).to(tl.int64) * SIZE * rank_words
-    from_ptr = _buffer(addresses_ptr, RANK) + slot + rank * rank_words + place
+    slot = (number & 1).to(tl.int64) * (SIZE - 1) * rank_words
+    from_ptr = _buffer(addresses_ptr, RANK) + slot + _part(rank, RANK) * rank_words + place
     words = tl.load(from_ptr, mask=present, other=0, volatile=True)
     # While some are missing and nobody has set the flag; threads that see it at different times go on together.
     while tl.max(((words != number) & is_number & present).to(tl.int32) - tl.load(abort_ptr, volatile=True)) > 0:

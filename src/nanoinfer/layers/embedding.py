@@ -60,8 +60,9 @@ class LMHead:
         logits = self._kernels.head_logits(hidden, norm.weight, norm.eps, self.weight)
         if not self._span.is_whole:
             # The last ranks may have fewer columns. What pads them comes after all real ones, and is cut off.
-            padded = F.pad(logits, (0, self._stride - len(self._span)))
-            logits = self._group.all_gather(padded).transpose(0, 1).flatten(1)[:, : self._span.size]
+            if missing := self._stride - len(self._span):
+                logits = F.pad(logits, (0, missing))
+            logits = self._group.all_gather(logits).transpose(0, 1).flatten(1)[:, : self._span.size]
         return logits.float()
 
     def sample_after_norm(

@@ -106,13 +106,15 @@ def build_data_plane(
     *,
     load: LoadWeights,
     group: Group = ALONE,
+    start: MemoryMark | None = None,
     on_wait: Callable[[str], None] | None = None,
 ) -> DataPlane:
     """Decide dtype, back ends and pool, check that all fits, then build the model and fill it through `load`.
 
     All ranks of `group` must do so at the same time; each builds its part of the model, and the same pool of blocks.
     ConfigError, MemoryBudgetError: before any weight is read, unless only the GPU's profiling run can tell.
-    A CUDA device becomes the current one: kernels are launched on that. `on_wait(what)` hears of a long wait.
+    A CUDA device becomes the current one: kernels are launched on that. `on_wait(what)` hears of a long wait. `start`
+    is from before the group took memory of its own, which counts like all that this engine has on the device.
     """
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
@@ -123,8 +125,8 @@ def build_data_plane(
     if attention_name == "flash-attn":
         _refuse_flash_attn(config, model_config, device, dtype)
     plan = PoolPlan(config, model_config, dtype_name, max_model_len, memory.DEFAULT_BLOCK_SIZES[attention_name], group)
-    start = MemoryMark.now(device) if device.type == "cuda" else None
-    geometry = plan.geometry_before_load(device, start)
+    start = start or MemoryMark.now(device)
+    geometry = plan.geometry_before_load(device)
 
     model = build_model(model_config, kernels=kernels, dtype=dtype, device=device, group=group)
     heads = _head_layout(model_config, group)
@@ -140,7 +142,6 @@ def build_data_plane(
     if compilation:
         compilation.wait()
     if geometry is None:
-        assert start is not None
         geometry = plan.geometry(_profile(config, plan, model, attention, start, device))
     if config.max_model_len is not None and geometry.capacity < max_model_len:
         warnings.append(f"the KV pool holds {geometry.capacity} tokens, fewer than max_model_len {max_model_len}.")
@@ -275,15 +276,14 @@ class PoolPlan:
     def smallest_bytes(self) -> int:
         return 2 * self.block_size * self.bytes_per_token
 
-    def geometry_before_load(self, device: torch.device, start: MemoryMark | None) -> memory.KVGeometry | None:
-        """The pool where its size is known without a profiling run; `start` is the mark of a GPU.
+    def geometry_before_load(self, device: torch.device) -> memory.KVGeometry | None:
+        """The pool where its size is known without a profiling run.
 
         MemoryBudgetError if the model and the pool, or the smallest one, do not fit.
         """
         geometry = None
         if device.type == "cuda":
-            assert start is not None
-            available = start.free
+            available = torch.cuda.mem_get_info(device)[0]
             if self.config.num_blocks is not None or self.config.kv_memory is not None:
                 geometry = self.geometry(budget=0)  # which is not asked for
         else:

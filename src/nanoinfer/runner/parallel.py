@@ -22,6 +22,7 @@ from nanoinfer.runner.parallel_executor import ParallelExecutor
 from nanoinfer.runner.process_group import join_ranks, open_store
 from nanoinfer.runner.ranks import Ranks
 from nanoinfer.runner.torchrun import Launch
+from nanoinfer.runner.worst_step import MemoryMark
 
 
 def build_parallel(
@@ -67,6 +68,7 @@ def build_parallel(
                 torch.cuda.set_device(devices[0])  # each thread has a current device of its own
             return join_ranks(store, partition, devices[0], ranks_on_host=ranks_on_host, timeout_s=config.tp_timeout)
 
+        start = MemoryMark.now(devices[0])
         group = ranks.watching(connect)
 
         def load_together(slots: Mapping[str, WeightSlot]) -> None:
@@ -75,7 +77,7 @@ def build_parallel(
             ranks.tell(lambda rank: {})
 
         with ranks.on_loss(group.abort):  # the worst step's exchanges would wait for a rank that is gone
-            plane = build_data_plane(config, model_config, devices[0], load=load_together, group=group)
+            plane = build_data_plane(config, model_config, devices[0], load=load_together, group=group, start=start)
         ranks.wait_for("ready")
         ranks.limit_sending(config.tp_timeout)
     except BaseException as error:

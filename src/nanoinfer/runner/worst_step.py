@@ -21,13 +21,18 @@ GRAPH_LOGIT_BYTES = 4 + 2 + 4
 
 @dataclass(frozen=True)
 class MemoryMark:
-    """Free bytes on the device and torch's reserved bytes at one moment, to tell later what this process took."""
+    """Free bytes on the device and torch's reserved bytes at one moment, to tell later what this process took.
+
+    Zeros on a CPU.
+    """
 
     free: int
     reserved: int
 
     @classmethod
     def now(cls, device: torch.device) -> MemoryMark:
+        if device.type != "cuda":
+            return cls(0, 0)
         free, _ = torch.cuda.mem_get_info(device)
         return cls(free, torch.cuda.memory_reserved(device))
 
