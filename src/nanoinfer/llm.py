@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import count
 from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
@@ -44,6 +45,9 @@ class LLM:
     `info` has what the machine and the model decided, `model_config` the model's shapes, `model_folder` its files;
     `events` carries one StepEvent per step; `default_sampling` are the model's own sampling defaults.
     `notify(stage, done, total)` hears of download, import and load, in bytes.
+
+    Several threads may call `generate` and `stream`, whose requests then run together; `step` gives everybody's deltas,
+    so it is for programs that use nothing else.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class LLM:
         from nanoinfer.engine.block_manager import BlockManager
         from nanoinfer.engine.engine import LLMEngine
         from nanoinfer.engine.scheduler import Scheduler
+        from nanoinfer.engine.turns import Turns
         from nanoinfer.loading import silent
         from nanoinfer.loading.folder import read_generation_config, read_model_config
         from nanoinfer.loading.resolve import resolve_model
@@ -96,10 +101,11 @@ class LLM:
             seed=config.seed,
             overlap=plane.overlap,
         )
+        self._turns = Turns()  # of the threads that use the engine
         self._backlog: list[OutputDelta] = []  # deltas of requests that a call ran along with its own
         self._is_stepping = False
         self._dropped: list[str] = []  # requests to end after the step
-        self._num_ids = 0
+        self._ids = count()
         self._trace: StepTrace | None = None
         self._closed = False
 
@@ -119,7 +125,7 @@ class LLM:
         """
         prompts = _as_list(prompts)
         params = self.default_sampling if sampling_params is None else sampling_params
-        if isinstance(params, SamplingParams):
+        if not isinstance(params, Sequence):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ConfigError(
@@ -133,9 +139,12 @@ class LLM:
                 self.submit(prompt, param, request_id=request_ids[-1], template_options=template_options)
             own = set(request_ids)
             while len(done) < len(own):
-                for delta in self._take(own):
+                deltas = self._take(own)
+                for delta in deltas:
                     if delta.output is not None:
                         done[delta.request_id] = delta.output
+                if not deltas and not any(map(self.is_running, own - set(done))):
+                    raise EngineError("a request was ended, or its output taken, by another call of this LLM.")
         finally:
             for request_id in request_ids:
                 if request_id not in done:
@@ -150,15 +159,19 @@ class LLM:
         template_options: Mapping[str, Any] | None = None,
     ) -> TokenStream:
         """Run one prompt and iterate over its text and tokens as they come; leaving or closing it ends the request."""
+        if isinstance(prompt, list | tuple) and any(isinstance(item, str) for item in prompt):
+            raise RequestError("stream takes one prompt, not several; start a stream for each.")
         request_id = self.submit(prompt, sampling_params, template_options=template_options, stream=True)
         return TokenStream(self, request_id)
 
     def _take(self, own: set[str]) -> list[OutputDelta]:
         """The deltas of the requests in `own` that other calls have run along, or else those of one more step."""
-        if not any(delta.request_id in own for delta in self._backlog):
-            self._backlog += self._run_step()
-        mine = [delta for delta in self._backlog if delta.request_id in own]
-        self._backlog = [delta for delta in self._backlog if delta.request_id not in own]
+        with self._turns:
+            self._refuse_if_closed()
+            if not any(delta.request_id in own for delta in self._backlog):
+                self._backlog += self._run_step()
+            mine = [delta for delta in self._backlog if delta.request_id in own]
+            self._backlog = [delta for delta in self._backlog if delta.request_id not in own]
         return mine
 
     # -- step by step ----------------------------------------------------------------------------------------------
@@ -177,24 +190,31 @@ class LLM:
         With `stream`, `step` returns each new piece; without, only the finished output. `template_options` go to the
         chat template, such as enable_thinking.
         """
-        if self._closed:
-            raise EngineError("this LLM is closed; make a new one.")
+        self._refuse_if_closed()
         if request_id is None:
             request_id = self._new_id()
         text, token_ids = self.encode(prompt, template_options)
         sampling = self.default_sampling if sampling_params is None else sampling_params
-        self._engine.add_request(request_id, token_ids, sampling, prompt=text, stream=stream)
+        if not isinstance(sampling, SamplingParams):
+            raise ConfigError(f"sampling_params is a {type(sampling).__name__}; write SamplingParams(temperature=0.7).")
+        with self._turns:
+            self._refuse_if_closed()
+            self._engine.add_request(request_id, token_ids, sampling, prompt=text, stream=stream)
         return request_id
 
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise EngineError("this LLM is closed; make a new one.")
+
     def _new_id(self) -> str:
-        self._num_ids += 1
-        return f"request-{self._num_ids - 1}"
+        return f"request-{next(self._ids)}"
 
     def step(self) -> list[OutputDelta]:
         """Run one engine step and return what became new since the last call."""
-        if self._engine.has_unfinished:
-            self._backlog += self._run_step()
-        deltas, self._backlog = self._backlog, []
+        with self._turns:
+            if self._engine.has_unfinished:
+                self._backlog += self._run_step()
+            deltas, self._backlog = self._backlog, []
         return deltas
 
     def _run_step(self) -> list[OutputDelta]:
@@ -229,11 +249,16 @@ class LLM:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and return what it has so far; None if it is not running. No delta of it comes any more."""
-        self._backlog = [delta for delta in self._backlog if delta.request_id != request_id]
-        return self._engine.abort(request_id)
+        with self._turns:
+            self._backlog = [delta for delta in self._backlog if delta.request_id != request_id]
+            return self._engine.abort(request_id)
 
     def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> tuple[str | None, list[int]]:
         """The text that is encoded (None for token ids) and its token ids. RequestError as in `submit`."""
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt is text, token ids or messages, not {type(prompt).__name__}.")
+        if hasattr(prompt, "tolist"):  # of numpy or torch
+            prompt = prompt.tolist()
         is_chat = not isinstance(prompt, str) and not _is_token_ids(prompt)
         if template_options and not is_chat:
             raise ConfigError("template_options belong to messages; this prompt does not go through a chat template.")
@@ -257,15 +282,18 @@ class LLM:
 
     def cache_snapshot(self) -> CacheSnapshot:
         """Every block of the KV pool and its content, as plain data."""
-        return replace(self._engine.cache_snapshot(), engine=asdict(self.info))
+        with self._turns:
+            return replace(self._engine.cache_snapshot(), engine=asdict(self.info))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no running sequence uses."""
-        self._engine.reset_prefix_cache()
+        with self._turns:
+            self._engine.reset_prefix_cache()
 
     def check_integrity(self) -> list[str]:
         """Sentences for every broken invariant of the KV pool; an empty list if all is well."""
-        return self._engine.check_integrity()
+        with self._turns:
+            return self._engine.check_integrity()
 
     def measure_device(self) -> DeviceLimits:
         """Measure what the first rank's device can do; takes about half a second, and the device should be idle."""
@@ -283,10 +311,11 @@ class LLM:
 
     def close(self) -> None:
         """End all requests and free the model and the KV pool. Closing twice is fine."""
-        if not self._closed:
-            self._closed = True
-            self._engine.abort_all()
-            self._executor.close()
+        with self._turns:
+            if not self._closed:
+                self._closed = True
+                self._engine.abort_all()
+                self._executor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -304,6 +333,7 @@ class TokenStream:
         self.request_id = request_id
         self._llm = llm
         self._deltas: deque[OutputDelta] = deque()
+        self._has_all = False
 
     def __iter__(self) -> Self:
         return self
@@ -311,15 +341,17 @@ class TokenStream:
     def __next__(self) -> OutputDelta:
         try:
             while not self._deltas:
-                if not self._llm.is_running(self.request_id):
+                if self._has_all or not (self._llm.is_running(self.request_id) or self._llm._closed):
                     raise StopIteration
                 self._deltas.extend(self._llm._take({self.request_id}))
+                self._has_all = any(delta.output is not None for delta in self._deltas)
         except BaseException:
             self.close()
             raise
         return self._deltas.popleft()
 
     def close(self) -> None:
+        self._has_all = True
         self._llm.abort(self.request_id)
 
     def __del__(self) -> None:
@@ -370,9 +402,9 @@ def _is_token_ids(prompt: Sequence[Any]) -> bool:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a list of numbers or of messages is one prompt, any other list is many."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
+    if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Iterable):
+        return [prompts]  # which says itself what is wrong with it
+    items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     if items and (_is_token_ids(items) or all(isinstance(item, Mapping) for item in items)):
         return [cast("Prompt", items)]
     return cast("list[Prompt]", items)

@@ -223,6 +223,13 @@ def test_a_comparison_with_an_earlier_result(nanoinfer: Program, tmp_path: Path)
     assert nanoinfer.llm.submitted == []  # refused before anything ran
     (tmp_path / "none.json").write_text("{}")
     assert "is not the result of a benchmark" in nanoinfer("bench", "--compare", tmp_path / "none.json").err
+    for value in ('"x"', "NaN", "true"):
+        (tmp_path / "none.json").write_text(f'{{"output_throughput": {value}}}')
+        result = nanoinfer("bench", "--compare", tmp_path / "none.json")
+        assert (result.code, nanoinfer.llm.submitted) == (2, [])
+        assert "is damaged: its output_throughput is" in " ".join(result.err.split())
+    missing = nanoinfer("bench", "--compare", tmp_path / "missing.json").err
+    assert "missing.json: No such file or directory;" in "".join(missing.splitlines())
 
 
 def test_a_result_of_vllms_own_benchmark_can_be_compared(nanoinfer: Program, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from engines import greedy
 
@@ -191,3 +193,27 @@ def test_a_snapshot_survives_json_and_a_damaged_one_is_refused() -> None:
         CacheSnapshot.from_json({})
     with pytest.raises(UserError, match="damaged"):
         CacheSnapshot.from_json({"schema": "nanoinfer-cache-1", "blocks": []})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["num_blocks"], "x", 'num_blocks is "x"'), (["block_size"], None, "block_size is null"),
+        (["next_victims"], None, "next_victims is null"), (["next_victims"], [1.5], "next_victims is"),
+        (["blocks"], 5, "blocks is 5"), (["blocks", 0], 7, "7 stands where fields should be"),
+        (["blocks", 0, "block"], [], "block is \\[\\]"), (["blocks", 0, "refs"], "x", 'refs is "x"'),
+        (["blocks", 0, "state"], "used", 'state is "used"'), (["blocks", 0, "token_ids"], ["a"], "token_ids is"),
+        (["tables", 0, "request_id"], 1, "request_id is 1"), (["num_uses"], None, "num_uses is null"),
+        (["engine"], "x", 'engine is "x"'), (["engine"], {"model": "m"}, "engine is"), (["more"], 1, "no field .more"),
+    ],
+)  # fmt: skip
+def test_a_damaged_field_of_a_snapshot_is_named(path: list[str | int], value: object, message: str) -> None:
+    """Reports failed somewhere inside."""
+    manager = BlockManager(4, 2)
+    data = json.loads(json.dumps(manager.snapshot([admit(manager, [1, 2, 3])]).to_json()))
+    target = data
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(UserError, match=f"this cache snapshot is damaged: .*{message}"):
+        CacheSnapshot.from_json(data)

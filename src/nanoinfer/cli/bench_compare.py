@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,16 @@ def read_result(path: Path) -> Result:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the result {path}: {error}; `nanoinfer bench -o FILE` writes one.") from error
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"cannot read the result {path}: {why}; `nanoinfer bench -o FILE` writes one.") from error
     if not isinstance(result, dict) or ("output_throughput" not in result and "sweep" not in result):
         raise UserError(f"{path} is not the result of a benchmark; `nanoinfer bench -o FILE` writes one.")
     if "sweep" in result:
         raise UserError(f"{path} is a sweep, and this compares single results; compare with one that has no --sweep.")
+    for name in FIGURES:
+        value = _at(result, name)
+        if value is not None and not _is_figure(value):
+            raise UserError(f"{path} is damaged: its {name} is {json.dumps(value)}.")
     return result
 
 
@@ -99,11 +105,20 @@ def compare(earlier: Result, now: Result) -> Result:
     return found
 
 
-def _get(result: Result, path: str) -> float | None:
+def _at(result: Result, path: str) -> Any:
     value: Any = result
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) else None
+    return value
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _get(result: Result, path: str) -> float | None:
+    value = _at(result, path)
+    return float(value) if _is_figure(value) else None
 
 
 def _deviation(result: Result, name: str) -> float:
