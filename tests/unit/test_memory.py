@@ -120,6 +120,12 @@ def test_budget_of_two_blocks_is_enough():
     assert plan_kv_pool(bytes_per_token=2**17, block_size=16, budget=4 * 2**20, **ENGINE).num_blocks == 2
 
 
+def test_a_kv_memory_that_is_too_small_is_named() -> None:
+    """The message told to free memory."""
+    with pytest.raises(MemoryBudgetError, match=r"--kv-memory is 1\.0 MiB, and two blocks .* need 4\.0 MiB"):
+        plan_kv_pool(bytes_per_token=2**17, block_size=16, budget=2**20, **ENGINE, is_budget_given=True)
+
+
 def test_keys_and_values_of_a_token_are_counted_over_all_layers():
     assert CONFIG.kv_bytes_per_token(2) == 2 * 16 * 4 * 64 * 2
 

@@ -304,6 +304,7 @@ class PoolPlan:
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.max_model_len,
             num_blocks=self.config.num_blocks,
+            is_budget_given=self.config.kv_memory is not None,
         )
 
     def allocate(self, num_blocks: int, device: torch.device) -> list[KVCache]:

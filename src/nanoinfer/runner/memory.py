@@ -89,6 +89,7 @@ def plan_kv_pool(
     max_num_seqs: int,
     max_model_len: int,
     num_blocks: int | None = None,
+    is_budget_given: bool = False,
 ) -> KVGeometry:
     """How many blocks fit `budget`, up to twice what the longest sequences in all rows fill; `num_blocks` overrides.
 
@@ -100,6 +101,11 @@ def plan_kv_pool(
     if num_blocks is None:
         most_in_use = max_num_seqs * -(-max_model_len // block_size)
         num_blocks = min(max(budget, 0) // bytes_per_block, 2 * most_in_use)
+        if num_blocks < 2 and is_budget_given:
+            raise MemoryBudgetError(
+                f"--kv-memory is {_mib(budget)}, and two blocks of {block_size} tokens need {_mib(2 * bytes_per_block)}; "
+                "give at least that."
+            )
         if num_blocks < 2:
             raise MemoryBudgetError(
                 f"the memory left for the KV pool ({_mib(budget)}) does not hold two blocks of {block_size} tokens "
