@@ -103,8 +103,8 @@ def plan_kv_pool(
         num_blocks = min(max(budget, 0) // bytes_per_block, 2 * most_in_use)
         if num_blocks < 2 and is_budget_given:
             raise MemoryBudgetError(
-                f"--kv-memory is {_mib(budget)}, and two blocks of {block_size} tokens need {_mib(2 * bytes_per_block)}; "
-                "give at least that."
+                f"--kv-memory is {_mib(budget)}, and two blocks of {block_size} tokens need "
+                f"{_mib(2 * bytes_per_block)}; give at least that."
             )
         if num_blocks < 2:
             raise MemoryBudgetError(
