@@ -163,6 +163,17 @@ def test_every_option_has_a_variable(nanoinfer: Program, monkeypatch: pytest.Mon
     assert "(set in the environment)." in result.err
 
 
+def test_a_variable_of_a_repeatable_option_has_one_value_a_line(
+    nanoinfer: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOINFER_STOP", "the end")
+    monkeypatch.setenv("NANOINFER_PROMPT", "what is it?\n two words\n")
+    result = nanoinfer("generate")
+    assert result.code == 0
+    assert [prompt[0]["content"] for prompt, _, _ in nanoinfer.llm.submitted] == ["what is it?", " two words"]
+    assert nanoinfer.llm.submitted[0][1].stop == ("the end",)
+
+
 @pytest.mark.parametrize("line", ["max_num_seqs = 'many'", "max_num_seqs = 2.5", "schedule = 'magic'"])
 def test_a_value_of_the_configuration_file_that_an_option_cannot_have(nanoinfer: Program, line: str) -> None:
     write_config(line)

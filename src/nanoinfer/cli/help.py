@@ -3,6 +3,7 @@ where a wrong value came from."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import typer
@@ -30,6 +31,12 @@ class _Panels:
 class PanelCommand(_Panels, TyperCommand):
     """A subcommand with its help in panels."""
 
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        for parameter in self.params:
+            if getattr(parameter, "multiple", False):
+                parameter.value_from_envvar = partial(_lines_of_variable, parameter)  # type: ignore[method-assign]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """A wrong value is refused in plain words, and with the place where it was set if it was not typed."""
         try:
@@ -43,6 +50,12 @@ class PanelCommand(_Panels, TyperCommand):
             if place is not None:
                 error.message = f"{error.message.rstrip('.')} (set in {place})."
             raise
+
+
+def _lines_of_variable(parameter: Any, ctx: Any) -> list[str] | None:
+    """The values of a repeatable option in the environment, one a line; typer would split a text at its spaces."""
+    lines = (parameter.resolve_envvar_value(ctx) or "").split("\n")
+    return [line for line in lines if line] or None
 
 
 class PanelGroup(_Panels, TyperGroup):
