@@ -186,6 +186,16 @@ def test_a_missing_file_and_a_folder_are_refused(nanoinfer: Program, tmp_path: P
     assert "is a folder; give a file of prompts." in result.err
 
 
+@pytest.mark.parametrize("command", ["generate", "inspect-cache"])
+def test_a_second_file_is_refused(nanoinfer: Program, tmp_path: Path, command: str) -> None:
+    source = write_lines(tmp_path / "in.jsonl", {"prompt": "x"})
+    for again in (("-f", source), (f"--file={source}",), (f"-f{source}",)):
+        result = nanoinfer(command, "-f", source, *again)
+        assert (result.code, result.out, nanoinfer.llm) == (2, "", None)
+        assert f"put them together first: cat FILE1 FILE2 | nanoinfer {command} -f -" in result.err
+    assert nanoinfer(command, "-f", source, "--stop=-f" if command == "generate" else "--top=3").code == 0
+
+
 def test_bad_lines_become_error_records_and_the_rest_runs(nanoinfer: Program, tmp_path: Path) -> None:
     source = write_lines(
         tmp_path / "in.jsonl",

@@ -9,6 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from nanoinfer.errors import UserError
+
 
 class _Panels:
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -38,9 +40,11 @@ class PanelCommand(_Panels, TyperCommand):
                 parameter.value_from_envvar = partial(_lines_of_variable, parameter)  # type: ignore[method-assign]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """A wrong value is refused in plain words, and with the place where it was set if it was not typed."""
+        """A wrong value is refused in plain words, and with the place where it was set if it was not typed; a second
+        file of prompts is, since only the last would be read."""
+        words = list(args)  # the parser takes them out of `args`
         try:
-            return list(super().parse_args(ctx, args))
+            rest = list(super().parse_args(ctx, args))
         except typer.BadParameter as error:
             error.message = error.message.removeprefix("Value error, ")  # pydantic's, by way of typer 0.29
             source = ctx.get_parameter_source(error.param.name) if error.param is not None else None
@@ -50,6 +54,17 @@ class PanelCommand(_Panels, TyperCommand):
             if place is not None:
                 error.message = f"{error.message.rstrip('.')} (set in {place})."
             raise
+        if not ctx.resilient_parsing:  # the shell that asks for completions gets no messages
+            self._refuse_second_file(ctx, words)
+        return rest
+
+    def _refuse_second_file(self, ctx: Any, words: list[str]) -> None:
+        *_, given = self.make_parser(ctx).parse_args(args=words)
+        if sum(parameter.name == "file" for parameter in given) > 1:
+            raise UserError(
+                "-f is given more than once, and one file is read at a time; put them together first: "
+                f"cat FILE1 FILE2 | {ctx.command_path} -f -"
+            )
 
 
 def _lines_of_variable(parameter: Any, ctx: Any) -> list[str] | None:
