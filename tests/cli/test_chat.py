@@ -34,6 +34,12 @@ def test_piped_lines_are_turns_of_one_conversation(nanoinfer: Program) -> None:
     assert nanoinfer.llm.closed
 
 
+def test_a_message_that_the_end_of_the_input_closes_is_answered(nanoinfer: Program) -> None:
+    result = nanoinfer("chat", stdin='first\n"""second\nthird')
+    assert (result.code, result.out) == (0, "FIRST\nSECOND\nTHIRD\n")
+    assert nanoinfer("chat", stdin='first\n"""\n').out == "FIRST\n"
+
+
 def test_a_piped_chat_has_no_prompts_and_no_escape_codes() -> None:
     command = [sys.executable, str(HERE / "fake_main.py"), "--", "chat", "--stats"]
     environment = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"}

@@ -96,6 +96,14 @@ def test_multi_line_messages_and_line_ends() -> None:
         read_message(reader)
 
 
+def test_the_end_of_the_input_closes_a_message() -> None:
+    reader = PipedReader(io.StringIO('"""\nfirst\n/second\n'))
+    message = read_message(reader)
+    assert (message.text, message.is_command) == ("first\n/second", False)
+    with pytest.raises(EOFError):
+        read_message(reader)
+
+
 def test_a_transcript_comes_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     conversation = Conversation("s", [Turn("q \ud800 \u00e9", "a", "hm", "stop"), Turn("unanswered")])

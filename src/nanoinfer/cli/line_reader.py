@@ -38,12 +38,16 @@ class Message:
 
 
 def read_message(reader: LineReader) -> Message:
-    '''A line, or everything between """ and """, over as many lines as it takes.'''
+    '''A line, or everything between """ and """, over as many lines as it takes; the end of a pipe closes them, too.'''
     text = reader.read(">>> ")
     if not text.lstrip().startswith(QUOTES):
         return Message(text, text.lstrip().startswith("/") and "\n" not in text.strip())
-    while _is_open(text):
-        text += "\n" + reader.read("... ")
+    try:
+        while _is_open(text):
+            text += "\n" + reader.read("... ")
+    except EOFError:
+        if reader.interactive:
+            raise
     return Message(text.lstrip().removeprefix(QUOTES).partition(QUOTES)[0].strip("\n"), is_command=False)
 
 
