@@ -2,6 +2,7 @@
 
 # Annotations are evaluated here, not kept as strings: compiling them again from text would double the start-up time.
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from nanoinfer.errors import UserError
 
 _SLO = re.compile(r"[a-z0-9_]+:[0-9.]+")
 _LEVELS = re.compile(r"auto|([a-z]+:)?[0-9.]+(,[0-9.]+)*")
+_MEANT_AS_LEVELS = re.compile(r"-?[0-9][^/]*$|[^-].*[:,]|[:,]")
 
 
 class BenchCommand(PanelCommand):
@@ -51,9 +53,17 @@ def complete_sweep(arguments: list[str]) -> list[str]:
     completed = []
     for place, argument in enumerate(arguments, 1):
         completed.append(argument)
-        if argument == "--sweep" and not _LEVELS.fullmatch("".join(arguments[place : place + 1])):
+        if argument == "--sweep" and not any(_are_levels(word) for word in arguments[place : place + 1]):
             completed.append("auto")
     return completed
+
+
+def _are_levels(word: str) -> bool:
+    """Whether a word behind --sweep is meant as its levels, well-formed or not; if not, it is an option or the model,
+    of which those with a slash may begin with a digit."""
+    if not word or _LEVELS.fullmatch(word):
+        return True
+    return bool(_MEANT_AS_LEVELS.match(word)) and not os.path.exists(os.path.expanduser(word))
 
 
 def bench(
