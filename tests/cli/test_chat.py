@@ -40,6 +40,12 @@ def test_a_message_that_the_end_of_the_input_closes_is_answered(nanoinfer: Progr
     assert nanoinfer("chat", stdin='first\n"""\n').out == "FIRST\n"
 
 
+def test_piped_input_that_is_not_utf8_ends_the_chat(nanoinfer: Program) -> None:
+    result = nanoinfer("chat", stdin="\u00e9\n".encode() + b"caf\xe9\nnever\n")
+    assert (result.code, result.out) == (2, "\u00c9\n")
+    assert "line 2 of standard input is not UTF-8: byte 0xe9 at column 4; convert it to UTF-8 first." in result.err
+
+
 def test_a_piped_chat_has_no_prompts_and_no_escape_codes() -> None:
     command = [sys.executable, str(HERE / "fake_main.py"), "--", "chat", "--stats"]
     environment = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm"}

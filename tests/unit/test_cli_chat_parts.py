@@ -88,7 +88,7 @@ def test_undo_and_forgetting_the_oldest() -> None:
 
 
 def test_multi_line_messages_and_line_ends() -> None:
-    reader = PipedReader(io.StringIO('one\r\n"""two\n\nthree"""\n"""four"""\n"""\nfive\n"""\n"""/no"""\n /six'))
+    reader = PipedReader(io.BytesIO(b'one\r\n"""two\n\nthree"""\n"""four"""\n"""\nfive\n"""\n"""/no"""\n /six'))
     messages = [read_message(reader) for _ in range(6)]
     assert [message.text for message in messages] == ["one", "two\n\nthree", "four", "five", "/no", " /six"]
     assert [message.is_command for message in messages] == [False] * 5 + [True]
@@ -97,7 +97,7 @@ def test_multi_line_messages_and_line_ends() -> None:
 
 
 def test_the_end_of_the_input_closes_a_message() -> None:
-    reader = PipedReader(io.StringIO('"""\nfirst\n/second\n'))
+    reader = PipedReader(io.BytesIO(b'"""\nfirst\n/second\n'))
     message = read_message(reader)
     assert (message.text, message.is_command) == ("first\n/second", False)
     with pytest.raises(EOFError):

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+from nanoinfer.errors import UserError
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -57,19 +59,27 @@ def _is_open(text: str) -> bool:
 
 
 class PipedReader:
-    """Lines of standard input, without prompts or echo."""
+    """Lines of standard input, without prompts or echo. UserError for one that is not UTF-8."""
 
     interactive = False
     touched = False
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdin
+    def __init__(self, stream: BinaryIO | None = None) -> None:
+        self._stream = stream or sys.stdin.buffer
+        self._line = 0
 
     def read(self, prompt: str) -> str:
-        line = self._stream.readline()
-        if not line:
+        raw = self._stream.readline()
+        if not raw:
             raise EOFError
-        return line.removesuffix("\n").removesuffix("\r")
+        self._line += 1
+        try:
+            return raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"line {self._line} of standard input is not UTF-8: byte 0x{raw[error.start]:02x} at column "
+                f"{error.start + 1}; convert it to UTF-8 first."
+            ) from None
 
 
 def history_path() -> Path:
