@@ -205,7 +205,7 @@ def test_bytes_that_are_not_utf8_are_placed() -> None:
     good, bad = parse_prompts(b"ok\nab\xffc", "text", DEFAULTS)
     assert isinstance(good, PromptRequest)
     assert isinstance(bad, BadLine)
-    assert bad.message == "not UTF-8: byte 0xff at column 3."
+    assert (bad.message, bad.id) == ("not UTF-8: byte 0xff at column 3.", "line-2")
 
 
 def test_utf16_is_refused_as_a_whole() -> None:

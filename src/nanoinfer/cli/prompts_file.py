@@ -127,7 +127,8 @@ def _parse_line(index: int, line: int, raw: bytes, kind: FileKind, defaults: Sam
         parsed.setdefault("id", f"line-{line}")
         return PromptRequest(index, line, **parsed)
     except UnicodeDecodeError as error:
-        return BadLine(index, line, f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}.")
+        message = f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}."
+        return _bad(index, line, message, "invalid_request", fields)
     except BadFieldError as error:
         return _bad(index, line, str(error), error.code, fields)
     except ConfigError as error:
