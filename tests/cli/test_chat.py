@@ -163,6 +163,8 @@ def test_save_load_and_read(nanoinfer: Program, tmp_path: Path) -> None:
     ("command", "message"),
     [
         ("/exti", "error: unknown command /exti; did you mean /exit?"),
+        ("/", 'error: "/" needs the name of a command behind it; /help lists them.'),
+        ("/ help", 'error: "/" needs the name of a command behind it; /help lists them.'),
         ("/zzzz", "error: unknown command /zzzz; /help lists them."),
         ("/set temprature 1", "error: there is no setting 'temprature'; did you mean 'temperature'?"),
         ("/set temperature hot", "error: temperature is 'hot'; it must be a number from 0 to 100."),

@@ -43,6 +43,9 @@ def run_command(chat: Chat, line: str) -> bool:
             except UserError as error:
                 chat.console.error(str(error))
                 return False
+    if name == "/":
+        chat.console.error('"/" needs the name of a command behind it; /help lists them.')
+        return False
     near = difflib.get_close_matches(name, command_names(), n=1)
     chat.console.error(f"unknown command {name}; " + (f"did you mean {near[0]}?" if near else "/help lists them."))
     return False
