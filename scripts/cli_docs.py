@@ -52,7 +52,7 @@ Each option of a command has a variable, `NANOINFER_MAX_NUM_SEQS=64` for `--max-
 option holds one value, spaces and all, or several, each on a line of its own: `NANOINFER_STOP=$'END\\nUser: '`.
 
 The file is `$XDG_CONFIG_HOME/nanoinfer/config.toml` (`~/.config/nanoinfer/config.toml`), with the long names of
-options:
+options (of a repeatable one, a list):
 
     model = "Qwen/Qwen3-0.6B"       # at the top: for every command that has the option
     max_num_seqs = 64

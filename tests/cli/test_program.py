@@ -183,6 +183,16 @@ def test_a_value_of_the_configuration_file_that_an_option_cannot_have(nanoinfer:
     assert "(set in the configuration file)." in result.err
 
 
+def test_a_repeatable_option_is_a_list_in_the_configuration_file(nanoinfer: Program) -> None:
+    write_config('[generate]\nstop = "x"')
+    result = nanoinfer("generate", "-p", "x")
+    assert (result.code, nanoinfer.llm) == (2, None)
+    assert "Invalid value for '--stop': write a list, ['x'] (set in the configuration file)." in result.err
+    write_config('[generate]\nstop = ["x y", "z"]')
+    assert nanoinfer("generate", "-p", "x").code == 0
+    assert nanoinfer.llm.submitted[0][1].stop == ("x y", "z")
+
+
 def test_a_setting_that_only_one_command_has_may_stand_at_the_top(nanoinfer: Program) -> None:
     write_config('system = "be brief"')
     assert nanoinfer("generate", "-p", "x").code == 0

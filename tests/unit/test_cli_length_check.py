@@ -49,7 +49,7 @@ def test_the_tokenizer_is_read_when_a_prompt_is_counted(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("no tokenizer")
     limits = find_limits(EngineConfig(model=str(tmp_path), max_model_len=3000))
     assert limits is not None
-    assert limits.max_model_len == 3000
+    assert (limits.max_model_len, limits.lowered) == (3000, True)
     assert limits.count is not None
     with pytest.raises(ModelError, match=r"tokenizer\.json is broken"):
         limits.count("x", {})
@@ -73,6 +73,20 @@ def test_only_what_does_not_fit_becomes_a_bad_line() -> None:
     ]
     assert len(counted) == 3, "what is short in bytes is not tokenized"
     assert counted[-1] == (long_chat, {"enable_thinking": True})
+
+
+@pytest.mark.parametrize(
+    ("lowered", "message"),
+    [
+        (False, "the prompt has 5 tokens, but this model takes 1 with at least one for the answer; shorten it."),
+        (True, "but --max-model-len allows 1 with at least one for the answer; shorten it or raise that."),
+    ],
+)
+def test_what_the_limit_is_of_is_said(lowered: bool, message: str) -> None:
+    limits = PromptLimits(1, None, lowered)
+    [bad] = check_lengths(batch([1] * 5), EngineConfig(max_model_len=1), {}, lambda _: limits).entries
+    assert isinstance(bad, BadLine)
+    assert message in bad.message
 
 
 def test_what_the_tokenizer_refuses_is_left_to_the_engine() -> None:

@@ -118,8 +118,10 @@ class BenchOptions:
         rate_is_set = not math.isinf(self.request_rate)
         if self.dataset == "trace" and (rate_is_set or (self.sweep and self.sweep.over == "rate")):
             raise UserError("a trace has its own arrival times; leave --request-rate and rate sweeps out.")
-        if self.sweep and (self.max_concurrency is not None or (self.sweep.over == "rate" and rate_is_set)):
-            raise UserError("--sweep sets the load itself; leave --max-concurrency and --request-rate out.")
+        if self.sweep and self.max_concurrency is not None:
+            raise UserError("--sweep sets the load itself; leave --max-concurrency out.")
+        if self.sweep and self.sweep.over == "rate" and rate_is_set:
+            raise UserError("a --sweep over rates sets the load itself; leave --request-rate out.")
 
 
 def _workload(*names: str, help: str, **more: Any) -> Any:

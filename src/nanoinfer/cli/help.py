@@ -51,6 +51,10 @@ class PanelCommand(_Panels, TyperCommand):
             place = {"ENVIRONMENT": "the environment", "DEFAULT_MAP": "the configuration file"}.get(
                 source.name if source is not None else ""
             )
+            if error.param is not None and getattr(error.param, "multiple", False):
+                given = ctx.lookup_default(error.param.name)
+                if place == "the configuration file" and isinstance(given, str):
+                    error.message = f"write a list, [{given!r}]"
             if place is not None:
                 error.message = f"{error.message.rstrip('.')} (set in {place})."
             raise

@@ -22,10 +22,12 @@ Prompt = str | list[int] | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """The context in tokens, and how a text or messages are counted: None for a model without a tokenizer."""
+    """The context in tokens, how a text or messages are counted (None for a model without a tokenizer), and whether
+    --max-model-len makes the context shorter than the model's own."""
 
     max_model_len: int
     count: Callable[[Prompt, dict[str, Any]], int] | None
+    lowered: bool = False
 
 
 def find_limits(config: EngineConfig) -> PromptLimits | None:
@@ -38,11 +40,10 @@ def find_limits(config: EngineConfig) -> PromptLimits | None:
     from nanoinfer.loading.resolve import resolve_model
 
     source = resolve_model(config.model, revision=config.revision)
-    limit = read_model_config(source.folder).max_position_embeddings
-    if config.max_model_len is not None:
-        limit = min(limit, config.max_model_len)
+    own = read_model_config(source.folder).max_position_embeddings
+    limit = min(own, config.max_model_len or own)
     if not source.has_tokenizer:
-        return PromptLimits(limit, None)
+        return PromptLimits(limit, None, limit < own)
 
     @cache
     def tokenizer() -> Tokenizer:
@@ -53,7 +54,7 @@ def find_limits(config: EngineConfig) -> PromptLimits | None:
             return len(tokenizer().encode(prompt))
         return len(tokenizer().encode_chat(prompt, **options)[1])
 
-    return PromptLimits(limit, count)
+    return PromptLimits(limit, count, limit < own)
 
 
 def check_lengths(
@@ -89,9 +90,10 @@ def _checked(entry: Entry, limits: PromptLimits, options: dict[str, Any]) -> Ent
     length = _length(entry, limits, options)
     if length is None or length < limits.max_model_len:
         return entry
+    taker, advice = ("--max-model-len allows", " or raise that") if limits.lowered else ("this model takes", "")
     message = (
-        f"the prompt has {length} tokens, but this model takes {limits.max_model_len} with at least one for the "
-        "answer; shorten it."
+        f"the prompt has {length} tokens, but {taker} {limits.max_model_len} with at least one for the answer; "
+        f"shorten it{advice}."
     )
     return BadLine(entry.index, entry.line, message, "prompt_too_long", entry.id, entry.form, entry.id_key)
 
