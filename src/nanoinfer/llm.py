@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import count
-from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from nanoinfer.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams
 from nanoinfer.data_plane import open_data_plane
 from nanoinfer.engine.outputs import OutputDelta, RequestOutput
 from nanoinfer.errors import ConfigError, EngineError, RequestError
+from nanoinfer.prompt import Message, Prompt, as_list, checked, is_token_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from nanoinfer.engine.tokenizer import Tokenizer
     from nanoinfer.loading import Notify
     from nanoinfer.runner.step_trace import StepTrace
-
-Message: TypeAlias = Mapping[str, Any]
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 # The fields of generation_config.json that are a model's own sampling defaults.
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -123,7 +120,7 @@ class LLM:
         `sampling_params` is one for all, one for each, or None for the model's defaults. Nothing runs if one of the
         prompts is refused (RequestError); an exception or interrupt leaves none of these requests behind.
         """
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         params = self.default_sampling if sampling_params is None else sampling_params
         if not isinstance(params, Sequence):
             params = [params] * len(prompts)
@@ -139,12 +136,13 @@ class LLM:
                 self.submit(prompt, param, request_id=request_ids[-1], template_options=template_options)
             own = set(request_ids)
             while len(done) < len(own):
-                deltas = self._take(own)
+                with self._turns:
+                    deltas = self._take(own)
+                    if not deltas and not self._engine.has_unfinished:
+                        raise EngineError("a request was ended, or its output taken, by another call of this LLM.")
                 for delta in deltas:
                     if delta.output is not None:
                         done[delta.request_id] = delta.output
-                if not deltas and not any(map(self.is_running, own - set(done))):
-                    raise EngineError("a request was ended, or its output taken, by another call of this LLM.")
         finally:
             for request_id in request_ids:
                 if request_id not in done:
@@ -255,11 +253,8 @@ class LLM:
 
     def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> tuple[str | None, list[int]]:
         """The text that is encoded (None for token ids) and its token ids. RequestError as in `submit`."""
-        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
-            raise RequestError(f"a prompt is text, token ids or messages, not {type(prompt).__name__}.")
-        if hasattr(prompt, "tolist"):  # of numpy or torch
-            prompt = prompt.tolist()
-        is_chat = not isinstance(prompt, str) and not _is_token_ids(prompt)
+        prompt = checked(prompt)
+        is_chat = not isinstance(prompt, str) and not is_token_ids(prompt)
         if template_options and not is_chat:
             raise ConfigError("template_options belong to messages; this prompt does not go through a chat template.")
         if not isinstance(prompt, str) and not is_chat:
@@ -393,18 +388,3 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **options)
     except ConfigError as error:
         raise ConfigError(f"generation_config.json: {error}") from error
-
-
-def _is_token_ids(prompt: Sequence[Any]) -> bool:
-    # Asked once per kind of item, not per item: this is on the path to the first token of prompts of any length.
-    return all(issubclass(kind, Integral) and not issubclass(kind, bool) for kind in set(map(type, prompt)))
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: a list of numbers or of messages is one prompt, any other list is many."""
-    if isinstance(prompts, str | bytes | bytearray) or not isinstance(prompts, Iterable):
-        return [prompts]  # which says itself what is wrong with it
-    items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    if items and (_is_token_ids(items) or all(isinstance(item, Mapping) for item in items)):
-        return [cast("Prompt", items)]
-    return cast("list[Prompt]", items)

@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "data_plane": {
         "runner", "loading", "config", "engine.batch", "models.config", "models.partition", "worker",
     },
-    "llm": {"engine", "runner", "loading", "config", "errors", "models.config", "data_plane"},
+    "prompt": {"errors"},
+    "llm": {"engine", "runner", "loading", "config", "errors", "models.config", "data_plane", "prompt"},
     "worker": {"runner", "loading", "config", "errors", "models.partition", "models.weights", "engine.batch"},
     "cli": {
         "cli", "ui", "config", "errors", "models.config", "models.partition", "runner.memory", "runner.machine",
@@ -47,7 +48,7 @@ MAY_IMPORT = {
 ENGINE_PACKAGES = {"numpy", "xxhash", "tokenizers", "jinja2", "transformers"}
 
 PURE = [
-    "nanoinfer", "nanoinfer.errors", "nanoinfer.config", "nanoinfer.llm", "nanoinfer.data_plane",
+    "nanoinfer", "nanoinfer.errors", "nanoinfer.config", "nanoinfer.llm", "nanoinfer.data_plane", "nanoinfer.prompt",
     "nanoinfer.models.config", "nanoinfer.models.weights", "nanoinfer.models.partition",
     "nanoinfer.runner.memory", "nanoinfer.runner.input_batch",
     "nanoinfer.runner.channel", "nanoinfer.runner.ranks", "nanoinfer.runner.torchrun", "nanoinfer.worker",
