@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -124,21 +125,61 @@ def test_what_are_no_sampling_parameters(llm):
     assert not llm.has_unfinished
 
 
+def queued(turns, count):
+    """Wait until just `count` threads wait for their turn."""
+    deadline = time.monotonic() + 10
+    while turns.waiting != count:
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
 def test_turns_go_round():
     """A thread that took step after step kept the others out."""
-    turns, order, all_wait = Turns(), [], threading.Barrier(3)
+    turns, order = Turns(), []
 
     def work(name):
-        all_wait.wait(10)
-        for _ in range(20):
+        for _ in range(3):
             with turns, turns:
                 order.append(name)
-                time.sleep(0.001)
+                queued(turns, min(3, 12 - len(order)))  # until all that want another turn have asked for it
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    with turns:
+        for count, thread in enumerate(threads, start=1):
+            thread.start()
+            queued(turns, count)
     for thread in threads:
         thread.join(30)
-    assert len(order) == 60
-    assert all(len(set(order[i : i + 8])) == 3 for i in range(0, 50, 8)), "".join(order)
+    assert "".join(order) == "abcd" * 3
+
+
+def test_an_interrupted_wait_gives_up_its_turn():
+    turns, has_turn = Turns(), threading.Event()
+
+    def hold():
+        with turns:
+            has_turn.set()
+            queued(turns, 1)
+            after.start()
+            queued(turns, 2)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            queued(turns, 1)
+
+    def use():
+        with turns:
+            used.append(True)
+
+    used, holder, after = [], threading.Thread(target=hold), threading.Thread(target=use)
+    saved = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        holder.start()
+        has_turn.wait(10)
+        with pytest.raises(KeyboardInterrupt), turns:
+            used.append(False)
+    finally:
+        signal.signal(signal.SIGUSR1, saved)
+    holder.join(30)
+    after.join(30)
+    with turns:
+        assert used == [True]
+    assert turns.waiting == 0
