@@ -74,7 +74,7 @@ class LLM:
         )
         wake_gpu(config.device)
         model_config = self.model_config = read_model_config(source.folder)
-        self.tokenizer = _open_tokenizer(source.folder) if source.has_tokenizer else None
+        self.tokenizer = _open_tokenizer(source.folder)
         self.default_sampling = _default_sampling(read_generation_config(source.folder))
         plane, self._executor = open_data_plane(config, model_config, source.folder, notify)
         self.model_folder = source.folder
@@ -367,10 +367,10 @@ def _device_of(config: EngineConfig) -> torch.device:
     return resolve_device(config.device)
 
 
-def _open_tokenizer(folder: Path) -> Tokenizer:
-    from nanoinfer.engine.tokenizer import Tokenizer
+def _open_tokenizer(folder: Path) -> Tokenizer | None:
+    from nanoinfer.engine.tokenizer import Tokenizer, has_tokenizer
 
-    return Tokenizer.from_folder(folder)
+    return Tokenizer.from_folder(folder) if has_tokenizer(folder) else None
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -21,6 +21,7 @@ from gguf_files import write_tiny
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
+from nanoinfer.engine.tokenizer import has_tokenizer
 from nanoinfer.errors import ModelError
 from nanoinfer.loading import builtin, hub, resolve
 from nanoinfer.loading.builtin import smollm2_folder
@@ -74,10 +75,7 @@ def refusal(model: str | None = None, **options: Any) -> str:
 
 def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "My-Model")
-    expected = ModelSource(folder, "My-Model", "My-Model, as asked for", has_tokenizer=False)
-    assert resolve_model(str(folder)) == expected
-    (folder / "tokenizer.json").touch()
-    assert resolve_model(str(folder)).has_tokenizer
+    assert resolve_model(str(folder)) == ModelSource(folder, "My-Model", "My-Model, as asked for")
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +86,8 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_gguf_file_is_imported(tmp_path: Path) -> None:
     source = resolve_model(str(write_tiny(tmp_path / "tiny.Q4.gguf")))
-    assert (source.name, source.has_tokenizer) == ("tiny.Q4", False)
+    assert source.name == "tiny.Q4"
+    assert not has_tokenizer(source.folder)
     assert read_model_config(source.folder).hidden_size == 256
 
 
@@ -174,7 +173,8 @@ def test_a_hub_that_does_not_answer_costs_its_patience_only(monkeypatch: pytest.
 
 def test_random_weights_without_a_model_take_a_shape_for_the_device() -> None:
     gpu = resolve_model(load_format="dummy", device_is_gpu=True)
-    assert (gpu.name, gpu.has_tokenizer) == ("qwen3-0.6b", False)
+    assert gpu.name == "qwen3-0.6b"
+    assert not has_tokenizer(gpu.folder)
     assert read_model_config(gpu.folder).num_parameters() == 596_049_920
     small = read_model_config(resolve_model(load_format="dummy").folder)
     assert small.num_parameters() < 50_000_000
@@ -287,7 +287,6 @@ def test_a_download_fetches_what_is_needed_and_reports_its_bytes(server: type[Hu
     seen: list[tuple[str, int, int]] = []
     source = resolve_model("org/name", notify=lambda *report: seen.append(report))
     assert {p.name for p in source.folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
-    assert source.has_tokenizer
     assert {stage for stage, _, _ in seen} == {"download"}
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
     assert seen[-1][1] == sum(len(server.files[p.name]) for p in source.folder.iterdir())

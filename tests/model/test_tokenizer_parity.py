@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from nanoinfer import LLM
 from nanoinfer.engine.detokenizer import IncrementalDetokenizer
 from nanoinfer.engine.tokenizer import Tokenizer, has_tokenizer
 from nanoinfer.errors import ModelError, RequestError
+from nanoinfer.loading.resolve import _shape
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Hello world, how are you?",
@@ -350,6 +353,15 @@ def test_folder_with_a_slow_tokenizer_is_read_through_transformers(tmp_path: Pat
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.encode("Hello world, 你好") == reference("Hello world, 你好")["input_ids"]
+
+
+def test_an_engine_encodes_with_a_slow_tokenizer(tmp_path: Path) -> None:
+    """Where there is no tokenizer.json, it said that the model has no tokenizer."""
+    pytest.importorskip("transformers")
+    _slow_folder(tmp_path)
+    shutil.copy(_shape(device_is_gpu=False).folder / "config.json", tmp_path)
+    with LLM(str(tmp_path), device="cpu", kernels="cpu", load_format="dummy", num_blocks=4) as llm:
+        assert llm.encode("Hello world") == ("Hello world", Tokenizer.from_folder(tmp_path).encode("Hello world"))
 
 
 def test_slow_tokenizer_without_transformers_says_what_to_install(

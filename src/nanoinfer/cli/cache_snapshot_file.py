@@ -33,7 +33,7 @@ def report_snapshot(session: Session, config: EngineConfig, path: Path, *, top: 
 
 def _decoder(config: EngineConfig, snapshot: CacheSnapshot) -> Decode:
     """The tokenizer of the model that was named, or else of the snapshot's own; no weights are read."""
-    from nanoinfer.engine.tokenizer import Tokenizer
+    from nanoinfer.engine.tokenizer import Tokenizer, has_tokenizer
     from nanoinfer.loading.resolve import resolve_model
 
     model = config.model or snapshot.engine.get("model")
@@ -43,6 +43,6 @@ def _decoder(config: EngineConfig, snapshot: CacheSnapshot) -> Decode:
         source = resolve_model(str(model), revision=config.revision)
     except UserError as error:
         raise UserError(f"{error} --show-text needs the model's tokenizer; name its folder with -m.") from error
-    if not source.has_tokenizer:
+    if not has_tokenizer(source.folder):
         raise UserError(f"{source.name} has no tokenizer, so there is no text to show; leave --show-text out.")
     return Tokenizer.from_folder(source.folder).decode

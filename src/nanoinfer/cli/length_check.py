@@ -35,14 +35,14 @@ def find_limits(config: EngineConfig) -> PromptLimits | None:
     counted. No torch. None for a model that is only a shape. ModelError as when the model is loaded."""
     if config.load_format == "dummy":
         return None
-    from nanoinfer.engine.tokenizer import Tokenizer
+    from nanoinfer.engine.tokenizer import Tokenizer, has_tokenizer
     from nanoinfer.loading.folder import read_model_config
     from nanoinfer.loading.resolve import resolve_model
 
     source = resolve_model(config.model, revision=config.revision)
     own = read_model_config(source.folder).max_position_embeddings
     limit = min(own, config.max_model_len or own)
-    if not source.has_tokenizer:
+    if not has_tokenizer(source.folder):
         return PromptLimits(limit, None, limit < own)
 
     @cache

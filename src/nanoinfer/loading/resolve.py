@@ -26,7 +26,6 @@ class ModelSource:
     folder: Path
     name: str
     reason: str
-    has_tokenizer: bool
 
 
 def resolve_model(
@@ -57,13 +56,12 @@ def resolve_model(
     folder, name = _locate(model, revision, weights, notify)
     if weights:
         weight_files(folder)
-    return ModelSource(folder, name, f"{name}, {why}", (folder / "tokenizer.json").exists())
+    return ModelSource(folder, name, f"{name}, {why}")
 
 
 def _shape(device_is_gpu: bool) -> ModelSource:
     name = "qwen3-0.6b" if device_is_gpu else "qwen3-small"
-    reason = f"the {name} shape with random weights, because no model was named"
-    return ModelSource(_SHAPES / name, name, reason, has_tokenizer=False)
+    return ModelSource(_SHAPES / name, name, f"the {name} shape with random weights, because no model was named")
 
 
 @cache
