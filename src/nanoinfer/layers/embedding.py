@@ -37,9 +37,8 @@ class Embedding:
         return self._group.all_reduce(self._kernels.embed_part(token_ids, self.weight, self._span.start))
 
     def weight_slots(self, name: str) -> dict[str, WeightSlot]:
-        span = self._span
-        shard = None if span.is_whole else (0, span.start, span.stop)
-        return {f"{name}.weight": WeightSlot(self.weight, (span.size, self.weight.shape[1]), shard)}
+        shape = (self._span.size, self.weight.shape[1])
+        return {f"{name}.weight": WeightSlot(self.weight, shape, self._span.shard(0))}
 
 
 class LMHead:
@@ -83,6 +82,5 @@ class LMHead:
         return pairs[:, 1].gather(0, winner).squeeze(0).to(torch.int64)
 
     def weight_slots(self, name: str) -> dict[str, WeightSlot]:
-        span = self._span
-        shard = None if span.is_whole else (0, span.start, span.stop)
-        return {f"{name}.weight": WeightSlot(self.weight, (span.size, self.weight.shape[1]), shard)}
+        shape = (self._span.size, self.weight.shape[1])
+        return {f"{name}.weight": WeightSlot(self.weight, shape, self._span.shard(0))}

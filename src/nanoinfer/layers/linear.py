@@ -63,14 +63,12 @@ class Linear:
         slots = {}
         start = 0
         for name, span in self._outputs.items():
-            shape, stop = (span.size, self._inputs.size), start + len(span)
-            shard = None if span.is_whole else (0, span.start, span.stop)
-            bias_shard = shard
-            if not self._inputs.is_whole:
-                assert shard is None, (name, span, self._inputs)
-                shard = (1, self._inputs.start, self._inputs.stop)
-            slots[f"{prefix}.{name}.weight"] = WeightSlot(self.weight[start:stop], shape, shard)
+            stop = start + len(span)
+            rows, columns = span.shard(0), self._inputs.shard(1)
+            assert rows is None or columns is None, (name, span, self._inputs)
+            shape = (span.size, self._inputs.size)
+            slots[f"{prefix}.{name}.weight"] = WeightSlot(self.weight[start:stop], shape, rows or columns)
             if self.bias is not None:
-                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias[start:stop], shape[:1], bias_shard)
+                slots[f"{prefix}.{name}.bias"] = WeightSlot(self.bias[start:stop], shape[:1], rows)
             start = stop
         return slots

@@ -31,6 +31,10 @@ class Span:
     def is_whole(self) -> bool:
         return len(self) == self.size
 
+    def shard(self, dim: int) -> tuple[int, int, int] | None:
+        """This part of a tensor's dimension `dim` as a `WeightSlot` has it: None where it is all of it."""
+        return None if self.is_whole else (dim, self.start, self.stop)
+
     def times(self, width: int) -> Span:
         """The same part where each element is `width` elements of the dimension."""
         return Span(self.size * width, self.start * width, self.stop * width)
