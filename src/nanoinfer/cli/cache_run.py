@@ -65,10 +65,6 @@ class Discard:
 
     def write(self, index: int, line: bytes, *, failed: bool = False) -> None: ...
 
-    def finish(self) -> None: ...
-
-    def abandon(self) -> None: ...
-
 
 class CacheWatch:
     """Keeps what the end state no longer shows: the fullest moment of the pool, and every request's hits."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from nanoinfer.cli.options import Order
@@ -12,18 +11,10 @@ from nanoinfer.errors import EngineError
 
 
 class ResultSink(Protocol):
-    """Takes one record for each input line, with the line's index; records may come in any order."""
+    """Takes one record for each input line, with the line's index, in any order. Whoever makes it also ends it."""
 
     def write(self, index: int, line: bytes, *, failed: bool = False) -> None:
         """`line` is the whole record with its line end; `failed` ones may be left out of the result."""
-        ...
-
-    def finish(self) -> None:
-        """All records were written: make the result complete."""
-        ...
-
-    def abandon(self) -> Path | None:
-        """The run ends early; returns the file that keeps the results so far, None if there is none."""
         ...
 
 
@@ -81,15 +72,12 @@ class StreamResults:
             raise EngineError(f"cannot write the results: {error.strerror}.") from error
 
     def finish(self) -> None:
-        self._end()
-
-    def abandon(self) -> Path | None:
-        self._end()
-        return None
-
-    def _end(self) -> None:
         """Write what still waits for a record before it."""
         for index in sorted(self._waiting):
             self._put(self._waiting.pop(index))
         if self._close:
             self._stream.close()
+
+    def abandon(self) -> None:
+        """The run ends early, and nothing keeps its results."""
+        self.finish()

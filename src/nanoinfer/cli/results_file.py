@@ -167,6 +167,7 @@ class ResultsFile:
         yield from sorted(done, key=lambda item: item[0] if by_input else item[1].offset)
 
     def abandon(self) -> Path | None:
+        """The run ends early; returns the file that keeps the results so far, None if there is none."""
         has_results = bool(self.earlier.results)
         self.earlier.close(remove=not has_results and not self.earlier.is_foreign)
         return self.earlier.path if has_results and self.earlier.path.exists() else None
