@@ -95,7 +95,7 @@ def _checked(entry: Entry, limits: PromptLimits, options: dict[str, Any]) -> Ent
         f"the prompt has {length} tokens, but {taker} {limits.max_model_len} with at least one for the answer; "
         f"shorten it{advice}."
     )
-    return BadLine(entry.index, entry.line, message, "prompt_too_long", entry.id, entry.form, entry.id_key)
+    return entry.refused(message, "prompt_too_long")
 
 
 def _length(request: PromptRequest, limits: PromptLimits, options: dict[str, Any]) -> int | None:

@@ -46,6 +46,10 @@ class PromptRequest:
             return "text"
         return "ids" if isinstance(self.prompt[0], int) else "messages"
 
+    def refused(self, message: str, code: str) -> BadLine:
+        """The same line as one that cannot run after all."""
+        return BadLine(self.index, self.line, message, code, self.id, self.form, self.id_key)
+
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
@@ -87,7 +91,7 @@ def parse_prompts(data: bytes, kind: FileKind, defaults: SamplingParams) -> list
             first = first_line_of.setdefault(str(entry.id), line)
             if first != line and isinstance(entry, PromptRequest):
                 message = f"the id '{entry.id}' is already used on line {first}; give every line its own."
-                entry = BadLine(entry.index, line, message, "duplicate_id", entry.id, entry.form, entry.id_key)
+                entry = entry.refused(message, "duplicate_id")
         entries.append(entry)
     return entries
 
