@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from nanoinfer.cli.bench_options import BenchOptions
@@ -41,10 +40,11 @@ class Load:
     max_concurrency: int | None
 
 
-def _draining_after(count: int, step_tokens: int, prompt_tokens: int) -> list[int]:
-    """Output lengths with which all requests run together once the last is prefilled, and then end one by one, where
-    all prompts have `prompt_tokens` and a step takes `step_tokens`."""
-    return [-(-prompt_tokens // step_tokens) + 2 + count - i for i in range(count)]
+def _draining(requests: list[BenchRequest], step_tokens: int) -> list[int]:
+    """Output lengths with which all requests run together once the last is prefilled, and then end one by one, where a
+    step takes `step_tokens`."""
+    prefill_steps = -(-sum(len(request.token_ids) for request in requests) // step_tokens)
+    return [prefill_steps + 2 + len(requests) - i for i in range(len(requests))]
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,9 @@ class Bench:
         """
         options, info = self.options, self.llm.info
         if options.warmup is not None or info.device == "cpu":
-            self._send(min(options.warmup if options.warmup is not None else 1, self._most), lambda total: None, None)
+            self._send(min(options.warmup if options.warmup is not None else 1, self._most), None)
             return
-        count = min(load.count, info.max_num_seqs)
-        lengths = partial(_draining_after, count, info.max_num_batched_tokens)
-        self._send(count, lengths, None, "capturing CUDA graphs")
+        self._send(min(load.count, info.max_num_seqs), None, drain=True)
         self.warm_up_again(load)
 
     def warm_up_again(self, load: Load) -> None:
@@ -83,24 +81,24 @@ class Bench:
         one_by_one = 1 if not math.isinf(load.rate) else None
         limit = load.max_concurrency or one_by_one
         if limit is not None and self.options.warmup is None and self.llm.info.device != "cpu":
-            self._send(min(load.count, max(2 * limit, LEAST_ALONE)), lambda tokens: None, limit)
+            self._send(min(load.count, max(2 * limit, LEAST_ALONE)), limit)
 
     @property
     def _most(self) -> int:
         """Requests that a warm-up can have: a file does not have more."""
         return self.workload.num_prompts if self.workload.entries else sys.maxsize
 
-    def _send(
-        self, count: int, outputs: Callable[[int], list[int] | None], limit: int | None, what: str = "warming up"
-    ) -> None:
-        """`count` requests with the lengths that `outputs` says for so many prompt tokens, or short ones; shown as
-        `what`, with how many have ended."""
+    def _send(self, count: int, limit: int | None, *, drain: bool = False) -> None:
+        """`count` requests, `limit` at a time, with short answers, or such that every batch size comes up (`drain`).
+        How many have ended is shown."""
         if not count:
             return
+        what = "capturing CUDA graphs" if drain else "warming up"
         self.session.console.status(f"{what}: 0 of {count} requests ...")
         drawn = self.workload.requests(self.seed + WARMUP_SEED_OFFSET, count)
-        lengths = outputs(sum(len(request.token_ids) for request in drawn))
-        if lengths is None:
+        if drain:
+            lengths = _draining(drawn, self.llm.info.max_num_batched_tokens)
+        else:
             lengths = [min(request.output_tokens, WARMUP_OUTPUT_TOKENS) for request in drawn]
         longest = self.llm.info.max_model_len
         requests = [
