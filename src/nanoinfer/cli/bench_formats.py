@@ -6,7 +6,7 @@ import csv
 import io
 from typing import Any
 
-from nanoinfer.cli.bench_sweep import level_of, sweep_table
+from nanoinfer.cli.bench_sweep import level_of, sweep_rows
 from nanoinfer.cli.bench_view import FEW_SAMPLES, figure_rows, latency_rows, machine_rows
 
 Result = dict[str, Any]
@@ -19,8 +19,7 @@ def as_markdown(result: Result) -> str:
         blocks = [_table([["", ""], *map(list, facts + figure_rows(result))]), _table(latency_rows(result))]
         few = any("*" in row[-2] for row in latency_rows(result))
         return "\n\n".join([*blocks, *([FEW_SAMPLES.replace("*", "\\*")] if few else [])])
-    points = [line.split("  ") for line in sweep_table(result["sweep"]["over"], result["sweep"]["points"])]
-    rows = [[cell.strip() for cell in line if cell.strip()] for line in points]
+    rows = sweep_rows(result["sweep"]["over"], result["sweep"]["points"])
     return "\n\n".join([_table([["", ""], *map(list, facts), ["workload", result["workload"]]]), _table(rows)])
 
 

@@ -34,8 +34,8 @@ def level_of(point: Result, over: str) -> str:
     return f"{point['max_concurrency']}" if over == "concurrency" else f"{point['request_rate']:g}"
 
 
-def sweep_table(over: str, points: list[Result]) -> list[str]:
-    """One row per level: load, throughput, and the latencies that a user feels; at most 80 columns."""
+def sweep_rows(over: str, points: list[Result]) -> list[list[str]]:
+    """A head, then a row per level: load, throughput, and the latencies that a user feels."""
     gated = "slo_attainment" in points[0]
     heads = ["at once" if over == "concurrency" else "req/s in", "req/s", "out tok/s", "TTFT p50", "TTFT p99"]
     heads += ["TPOT p50", "TPOT p99", "hits"] + (["good"] if gated else [])
@@ -47,7 +47,13 @@ def sweep_table(over: str, points: list[Result]) -> list[str]:
         row.append("-" if hit_rate is None else f"{100 * hit_rate:.0f}%")
         row += [f"{100 * (point['slo_attainment'] or 0):.0f}%"] if gated else []
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    return rows
+
+
+def sweep_table(over: str, points: list[Result]) -> list[str]:
+    """The rows as lines of at most 80 columns."""
+    rows = sweep_rows(over, points)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
