@@ -8,13 +8,7 @@ from collections import Counter
 import pytest
 
 from nanoinfer.cli.lengths import LengthRange
-from nanoinfer.cli.workloads import (
-    arrival_times,
-    check_fits,
-    prefix_requests,
-    random_requests,
-    with_arrivals,
-)
+from nanoinfer.cli.workloads import arrival_times, check_fits, prefix_requests, with_arrivals
 from nanoinfer.errors import UserError
 
 
@@ -31,9 +25,9 @@ def test_bad_lengths(given: str) -> None:
 
 def test_random_requests_stay_in_range_and_repeat_with_their_seed() -> None:
     inputs, outputs = LengthRange(5, 9), LengthRange(3, 3)
-    requests = random_requests(50, inputs, outputs, 100, seed=1)
-    assert requests == random_requests(50, inputs, outputs, 100, seed=1)
-    assert requests != random_requests(50, inputs, outputs, 100, seed=2)
+    requests = prefix_requests(50, 1, 0, inputs, outputs, 100, seed=1)
+    assert requests == prefix_requests(50, 1, 0, inputs, outputs, 100, seed=1)
+    assert requests != prefix_requests(50, 1, 0, inputs, outputs, 100, seed=2)
     assert {len(request.token_ids) for request in requests} == {5, 6, 7, 8, 9}
     assert all(request.output_tokens == 3 and max(request.token_ids) < 100 for request in requests)
 
@@ -62,13 +56,13 @@ def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
 
 
 def test_an_infinite_rate_has_no_arrival_times() -> None:
-    requests = random_requests(3, LengthRange(2, 2), LengthRange(2, 2), 10, seed=0)
+    requests = prefix_requests(3, 1, 0, LengthRange(2, 2), LengthRange(2, 2), 10, seed=0)
     assert with_arrivals(requests, float("inf"), 1.0, 0) is requests
     assert all(request.arrival is not None for request in with_arrivals(requests, 2.0, 1.0, 0))
 
 
 def test_requests_that_cannot_fit_are_refused_with_the_numbers() -> None:
-    requests = random_requests(3, LengthRange(90, 90), LengthRange(20, 20), 10, seed=0)
+    requests = prefix_requests(3, 1, 0, LengthRange(90, 90), LengthRange(20, 20), 10, seed=0)
     check_fits(requests, 110)
     with pytest.raises(UserError, match=r"has 110 tokens.*takes 100"):
         check_fits(requests, 100)

@@ -10,7 +10,7 @@ from nanoinfer import __version__
 from nanoinfer.ui.console import Console
 
 WIDTH = len("safetensors")
-_REPORTED = ("torch", "triton", "flash-attn", "numba", "numpy", "numba", "tokenizers", "safetensors")
+_REPORTED = ("torch", "triton", "flash-attn", "numba", "numpy", "tokenizers", "safetensors")
 
 
 def environment() -> dict[str, str | int | None]:

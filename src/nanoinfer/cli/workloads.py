@@ -29,13 +29,6 @@ def nano_vllm_requests(num_prompts: int = 256, seed: int = 0) -> list[BenchReque
     return [BenchRequest(prompt, rng.randint(100, 1024)) for prompt in prompts]
 
 
-def random_requests(
-    num_prompts: int, inputs: LengthRange, outputs: LengthRange, vocab_size: int, seed: int, prefix_len: int = 0
-) -> list[BenchRequest]:
-    """Independent random prompts, all behind one common prefix of `prefix_len` tokens."""
-    return prefix_requests(num_prompts, 1, prefix_len, inputs, outputs, vocab_size, seed)
-
-
 def prefix_requests(
     num_prompts: int,
     num_prefixes: int,
@@ -45,7 +38,10 @@ def prefix_requests(
     vocab_size: int,
     seed: int,
 ) -> list[BenchRequest]:
-    """Prompts that share prefixes: one of `num_prefixes` random ones, then `inputs` random tokens, in random order."""
+    """Prompts that share prefixes: one of `num_prefixes` random ones, then `inputs` random tokens, in random order.
+
+    A `prefix_len` of 0 makes them independent.
+    """
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:

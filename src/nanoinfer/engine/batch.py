@@ -73,7 +73,7 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps in the order in which they are submitted. `runner.executor` has the real ones."""
+    """Runs steps in the order in which they are submitted. The real ones are LocalExecutor and ParallelExecutor."""
 
     def submit(self, batch: ScheduledBatch) -> StepHandle: ...
 

@@ -121,11 +121,6 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def is_decoding(self) -> bool:
-        """Whether the next thing it needs is a decode: one token, after the prompt."""
-        return self.num_computed_tokens >= self.prompt_len and self.num_uncomputed_tokens == 1
-
-    @property
     def has_token_in_flight(self) -> bool:
         """Whether a sampled token is still on the device, its id unknown to the host."""
         return self.num_tokens > len(self.token_ids)
