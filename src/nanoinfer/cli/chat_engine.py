@@ -11,10 +11,11 @@ from nanoinfer.cli.conversation import Conversation
 from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.options import ThinkChoice, thinking_options
 from nanoinfer.cli.records import timing_fields
-from nanoinfer.cli.thinking import OPENING, Part, ThinkSplitter
+from nanoinfer.cli.thinking import OPENING, ThinkSplitter
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.outputs import RequestOutput
 from nanoinfer.ui import text
+from nanoinfer.ui.answer import Part
 
 if TYPE_CHECKING:
     from nanoinfer.engine.tokenizer import Tokenizer

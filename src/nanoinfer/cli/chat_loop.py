@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from nanoinfer.cli.chat_commands import run_command
 from nanoinfer.cli.chat_context import fit
 from nanoinfer.cli.chat_engine import Answer, ChatEngine, ChatPrompt, stats_line
+from nanoinfer.cli.command import FAILED_REQUESTS, OK
 from nanoinfer.cli.conversation import Conversation
 from nanoinfer.cli.line_reader import LineReader, read_message
 from nanoinfer.cli.options import ThinkChoice, ThinkingDisplay
@@ -83,12 +85,10 @@ class Chat:
                 self._interrupted()
             if self._just_stopped and not self.reader.interactive:
                 raise KeyboardInterrupt
-        return 3 if self.failed else 0
+        return FAILED_REQUESTS if self.failed else OK
 
     def _turn(self) -> bool:
         """Read one input and do what it says; whether the chat ends."""
-        from nanoinfer.cli.chat_commands import run_command
-
         message = read_message(self.reader)
         self._just_stopped = False
         if message.is_command:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from nanoinfer.engine.tokenizer import THINKING_MARKERS
-
-Part = Literal["thinking", "answer"]
+from nanoinfer.ui.answer import Part
 
 OPENING, CLOSING = THINKING_MARKERS
 

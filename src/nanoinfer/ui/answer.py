@@ -9,7 +9,7 @@ from nanoinfer.ui.console import Console, colour_wanted
 from nanoinfer.ui.text import visible
 from nanoinfer.ui.wrap import WrappedText
 
-Part = Literal["thinking", "answer"]
+Part = Literal["thinking", "answer"]  # of a model's output
 
 # Below this Markdown has no room: plain text, as the terminal breaks it.
 _LEAST_COLUMNS = 20
