@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import ConfigError, RankError
+from nanoinfer.errors import ConfigError, NanoinferError, RankError
 from nanoinfer.layers.group import Group
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.partition import Partition
@@ -62,14 +63,8 @@ def build_parallel(
                 "config": asdict(config),
             }
         )
-
-        def connect() -> Group:
-            if devices[0].type == "cuda":
-                torch.cuda.set_device(devices[0])  # each thread has a current device of its own
-            return join_ranks(store, partition, devices[0], ranks_on_host=ranks_on_host, timeout_s=config.tp_timeout)
-
         start = MemoryMark.now(devices[0])
-        group = ranks.watching(connect)
+        group = ranks.watching(partial(_connect, store, partition, devices[0], ranks_on_host, config.tp_timeout))
 
         def load_together(slots: Mapping[str, WeightSlot]) -> None:
             load(slots)
@@ -82,20 +77,32 @@ def build_parallel(
         ranks.limit_sending(config.tp_timeout)
     except BaseException as error:
         torch.set_num_threads(restore_threads)
-        if group is not None:
-            with suppress(RuntimeError, OSError):
-                group.abort()
-        explained = ranks.explain(error) if isinstance(error, RankError | OSError) else None
-        ranks.kill()
-        if group is not None:  # a caller may try again with less, and needs what this has
-            with suppress(RuntimeError, OSError):
-                group.close()
+        explained = _end_all(ranks, group, error)
         if explained is not None:
             raise explained from error
         raise
     return plane, ParallelExecutor(
         plane.runner, group, ranks, config.tp_timeout, lambda: torch.set_num_threads(restore_threads)
     )
+
+
+def _connect(store: Any, partition: Partition, device: torch.device, ranks_on_host: int, timeout_s: float) -> Group:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has a current device of its own
+    return join_ranks(store, partition, device, ranks_on_host=ranks_on_host, timeout_s=timeout_s)
+
+
+def _end_all(ranks: Ranks, group: Group | None, error: BaseException) -> NanoinferError | None:
+    """End all ranks and their group after `error` on this one; returns what to raise in its place, None for itself."""
+    if group is not None:
+        with suppress(RuntimeError, OSError):
+            group.abort()
+    explained = ranks.explain(error) if isinstance(error, RankError | OSError) else None
+    ranks.kill()
+    if group is not None:  # a caller may try again with less, and needs what this has
+        with suppress(RuntimeError, OSError):
+            group.close()
+    return explained
 
 
 def rank_devices(device: torch.device, size: int) -> list[torch.device]:
