@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.cli.bench_result import Result
 from nanoinfer.errors import UserError
 from nanoinfer.ui.text import count, rate
-
-Result = dict[str, Any]
 
 # What makes two results the same work. A file of another program has some of these; what it lacks is not compared.
 WORK = (

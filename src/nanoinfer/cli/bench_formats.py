@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from typing import Any
 
+from nanoinfer.cli.bench_result import Result
 from nanoinfer.cli.bench_sweep import level_of, sweep_rows
 from nanoinfer.cli.bench_view import FEW_SAMPLES, figure_rows, latency_rows, machine_rows
-
-Result = dict[str, Any]
 
 
 def as_markdown(result: Result) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from nanoinfer.cli.bench_measure import Load
 from nanoinfer.cli.bench_options import Sweep
+from nanoinfer.cli.bench_result import Result
 from nanoinfer.ui.text import count, rate
-
-Result = dict[str, Any]
 
 # At a low concurrency few requests give a mean as good as many do at a high one, in a fraction of the time.
 REQUESTS_PER_SLOT, LEAST_REQUESTS = 4, 8

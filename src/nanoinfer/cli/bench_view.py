@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from nanoinfer.cli.bench_result import Result
 from nanoinfer.cli.bench_sweep import latency_plot, level_of, sweep_table
 from nanoinfer.ui.text import byte_size, count, milliseconds, plural, rate
 
-Result = dict[str, Any]
 Row = tuple[str, str]
 
 _LABELS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E", "queue": "queue", "prefill": "prefill"}

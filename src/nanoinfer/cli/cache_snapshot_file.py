@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 from nanoinfer.cli.cache_report import analyse, snapshot_problems
-from nanoinfer.cli.cache_view import Decode, Look, snapshot_as_document, snapshot_as_text
+from nanoinfer.cli.cache_view import Look, snapshot_as_document, snapshot_as_text
 from nanoinfer.cli.command import ENGINE_FAILURE, OK
+from nanoinfer.cli.records import Decode
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.cache_snapshot import CacheSnapshot

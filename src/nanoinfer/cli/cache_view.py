@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nanoinfer.cli.cache_hits import PrefixBreak
 from nanoinfer.cli.cache_map import bar, block_map, legend, reference_histogram
 from nanoinfer.cli.cache_report import CacheReport, PrefixNode, tree_as_json, walk
+from nanoinfer.cli.records import Decode
 from nanoinfer.engine.events import FinishedSequence
 from nanoinfer.engine.info import EngineInfo
 from nanoinfer.ui.glyphs import UNICODE, Glyphs
 from nanoinfer.ui.text import byte_size, count, one_line, plural
-
-Decode = Callable[[list[int]], str]
 
 MARGIN = " " * 12
 
