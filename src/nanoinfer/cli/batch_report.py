@@ -14,7 +14,6 @@ from nanoinfer.ui.console import Console
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
-MAX_SHOWN = 20
 # Beyond this share of answers cut at their limit, the limit is probably not what the person meant.
 MANY_CUT = 0.05
 
@@ -27,10 +26,7 @@ def report_problems(console: Console, batch: Batch) -> None:
     if not bad:
         return
     console.warn(f"{batch.name}: {len(bad)} of {text.plural(len(batch.entries), 'line')} cannot run:")
-    for line in bad[:MAX_SHOWN]:
-        console.more(f"  line {line.line}: {line.message}")
-    if len(bad) > MAX_SHOWN:
-        console.more(f"  ... and {len(bad) - MAX_SHOWN} more")
+    console.more_of([f"line {line.line}: {line.message}" for line in bad])
 
 
 def validation(batch: Batch) -> dict[str, Any]:

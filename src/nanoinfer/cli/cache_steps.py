@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanoinfer.cli.cache_map import bar, legend
-from nanoinfer.cli.cache_view import MARGIN, percent
+from nanoinfer.cli.cache_view import MARGIN, more_rows, percent
 from nanoinfer.engine.event_log import EventLog
 from nanoinfer.engine.events import FinishedSequence, StepEvent
 from nanoinfer.errors import UserError
@@ -128,9 +128,7 @@ class Recording:
             share = percent(each.cached_tokens, each.prompt_tokens)
             figures = f"{each.prompt_tokens:7} {each.cached_tokens:7} {share:>5} {each.output_tokens:7}"
             lines.append(f"  {name:20} {figures}  {each.reason}")
-        if len(finished) > top:
-            lines.append(f"{MARGIN}... {count(len(finished) - top)} more requests (--top {len(finished)} shows all)")
-        return lines
+        return lines + more_rows(len(finished), top, "requests")
 
     def document(self, position: int) -> dict[str, Any]:
         """One step and the sums up to it, as plain data."""

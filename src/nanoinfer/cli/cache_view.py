@@ -127,7 +127,7 @@ def tree_lines(report: CacheReport, look: Look) -> list[str]:
         f"{MARGIN}(idle: how many admissions and releases ago it was last used)",
     ]
     rows = [_tree_row(node, level, report, look) for node, level in walk(report.tree)]
-    lines += rows[: look.top] + _more(len(rows), look.top, "branches")
+    lines += rows[: look.top] + more_rows(len(rows), look.top, "branches")
     shared = sorted((node for node, _ in walk(report.tree) if node.hits), key=lambda node: -_saved(node))
     if shared:
         lines.append("shared most")
@@ -135,7 +135,7 @@ def tree_lines(report: CacheReport, look: Look) -> list[str]:
     return lines
 
 
-def _more(rows: int, top: int, what: str) -> list[str]:
+def more_rows(rows: int, top: int, what: str) -> list[str]:
     return [f"{MARGIN}... {count(rows - top)} more {what} (--top {rows} shows all)"] if rows > top else []
 
 
@@ -179,7 +179,7 @@ def _hit_lines(run: CacheRun, look: Look) -> list[str]:
         name, share = one_line(str(run.name_of(sequence)), 14), percent(sequence.cached_tokens, sequence.prompt_tokens)
         reason = one_line(broken.sentence(run.info.block_size), 80 - 40)
         lines.append(f"  {name:14} {sequence.prompt_tokens:7} {sequence.cached_tokens:7} {share:>5}  {reason}")
-    return lines + _more(len(run.finished), look.top, "requests")
+    return lines + more_rows(len(run.finished), look.top, "requests")
 
 
 def verdict_lines(report: CacheReport, problems: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ from nanoinfer.cli.prompt_fields import (
     parse_flat_line,
 )
 from nanoinfer.config import SamplingParams
+from nanoinfer.engine.chat_template import json_kind
 from nanoinfer.errors import ConfigError, UserError
 
 FileKind = Literal["jsonl", "text"]
@@ -170,7 +171,7 @@ def _json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
         raise BadFieldError(f"not JSON that can be read: {error}.") from None
     if not isinstance(value, dict):
-        raise BadFieldError(f"the line must hold a JSON object, not {_json_type(value)}.")
+        raise BadFieldError(f"the line must hold a JSON object, not {json_kind(value)}.")
     return value
 
 
@@ -185,8 +186,3 @@ def _no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise BadFieldError(f"{name} is not a JSON value.")
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")

@@ -22,8 +22,6 @@ from nanoinfer.errors import UserError
 from nanoinfer.ui.console import Console
 from nanoinfer.ui.text import one_line, plural
 
-MAX_SHOWN = 20
-
 
 @dataclass(frozen=True)
 class Match:
@@ -99,10 +97,7 @@ def _refuse_other_lines(console: Console, batch: Batch, output: ResultsFile, mat
     if not problems:
         return
     console.warn(f"{batch.name} is not what {output.earlier.path} has answers to:")
-    for problem in problems[:MAX_SHOWN]:
-        console.more(f"  {problem}")
-    if len(problems) > MAX_SHOWN:
-        console.more(f"  ... and {len(problems) - MAX_SHOWN} more")
+    console.more_of(problems)
     raise UserError(
         f"{plural(len(problems), 'answered line')} of {batch.name} changed or went; put back what was there (new "
         "lines are welcome), or start over with --overwrite."

@@ -33,7 +33,7 @@ def check_messages(messages: object) -> list[Message]:
 
 def _check_message(message: object, where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise RequestError(f'{where} is {_kind(message)}; it must be {{"role": ..., "content": ...}}.')
+        raise RequestError(f'{where} is {json_kind(message)}; it must be {{"role": ..., "content": ...}}.')
     checked = {key: value for key, value in message.items() if value is not None}
     role = checked.get("role")
     if role not in ROLES:
@@ -50,20 +50,22 @@ def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise RequestError(f"{where} has {_kind(content)} as its content; it must be a text or a list of text parts.")
+        raise RequestError(
+            f"{where} has {json_kind(content)} as its content; it must be a text or a list of text parts."
+        )
     texts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+        kind = part.get("type") if isinstance(part, Mapping) else json_kind(part)
         if kind != "text":
             raise RequestError(f"{where} has a content part of type {kind!r}; only 'text' parts can be read.")
         text = part.get("text")
         if not isinstance(text, str):
-            raise RequestError(f"{where} has a text part whose 'text' is {_kind(text)}.")
+            raise RequestError(f"{where} has a text part whose 'text' is {json_kind(text)}.")
         texts.append(text)
     return "\n".join(texts)
 
 
-def _kind(value: object) -> str:
+def json_kind(value: object) -> str:
     """What a value is, in JSON's words where it has them."""
     if value is None:
         return "null"

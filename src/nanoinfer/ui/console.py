@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from nanoinfer.ui.text import visible
@@ -93,6 +93,13 @@ class Console:
         """A further line of a warning or an error."""
         self.clear_status()
         self._write(visible(text) + "\n")
+
+    def more_of(self, lines: Sequence[str], most: int = 20) -> None:
+        """Further lines of a warning, indented; of more than `most` the first ones."""
+        for line in lines[:most]:
+            self.more(f"  {line}")
+        if len(lines) > most:
+            self.more(f"  ... and {len(lines) - most} more")
 
     def error(self, text: str) -> None:
         """Why the command failed; always shown."""
