@@ -4,13 +4,14 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from nanoinfer.cli.lengths import LengthRange
-from nanoinfer.cli.options import ProfileFolder
+from nanoinfer.cli.options import ProfileFolder, option_in
 from nanoinfer.errors import UserError
 
 WORKLOAD, LOAD = "Workload", "Load and measurement"
@@ -124,12 +125,8 @@ class BenchOptions:
             raise UserError("a --sweep over rates sets the load itself; leave --request-rate out.")
 
 
-def _workload(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=WORKLOAD, **more)
-
-
-def _load(*names: str, help: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=LOAD, **more)
+_workload = partial(option_in, WORKLOAD)
+_load = partial(option_in, LOAD)
 
 
 def bench_options(

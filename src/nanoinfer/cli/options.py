@@ -7,6 +7,7 @@ The functions below are *providers*: a command that has a parameter annotated En
 # Annotations are evaluated here, not kept as strings: compiling them again from text would double the start-up time.
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,18 +61,21 @@ def memory_size(value: str | int) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
-def _option(panel: str, *names: str, help: str, **more: Any) -> Any:
+def option_in(panel: str, *names: str, help: str, **more: Any) -> Any:
+    """An option that --help shows in this panel."""
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+_model = partial(option_in, MODEL)
+_engine = partial(option_in, ENGINE)
+_sampling = partial(option_in, SAMPLING)
+_display = partial(option_in, DISPLAY)
 
 
 ProfileFolder = Annotated[
     Path | None,
     typer.Option("--profile", metavar="DIR", help="Trace some steps into a file there, for a trace viewer."),
 ]
-
-
-def _engine(*names: str, help: str, **more: Any) -> Any:
-    return _option(ENGINE, *names, help=help, **more)
 
 
 def engine_options(
@@ -82,13 +86,13 @@ def engine_options(
             metavar="MODEL", help="Folder, .gguf file or Hugging Face id.", rich_help_panel=MODEL, show_default=False
         ),
     ] = None,
-    model: Annotated[str | None, _option(MODEL, "-m", "--model", help="The same, as an option.")] = None,
-    revision: Annotated[str | None, _option(MODEL, "--revision", help="Branch, tag or commit on the hub.")] = None,
+    model: Annotated[str | None, _model("-m", "--model", help="The same, as an option.")] = None,
+    revision: Annotated[str | None, _model("--revision", help="Branch, tag or commit on the hub.")] = None,
     load_format: Annotated[
-        LoadFormat, _option(MODEL, "--load-format", help="dummy: random weights, for speed tests.")
+        LoadFormat, _model("--load-format", help="dummy: random weights, for speed tests.")
     ] = "auto",
-    dtype: Annotated[DtypeChoice, _option(MODEL, "--dtype", help="Precision of weights and KV cache.")] = "auto",
-    device: Annotated[str, _option(MODEL, "--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[DtypeChoice, _model("--dtype", help="Precision of weights and KV cache.")] = "auto",
+    device: Annotated[str, _model("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     tensor_parallel_size: Annotated[
         int, _engine("--tensor-parallel-size", "--tp", "-tp", help="GPUs (or processes) that share the model.")
     ] = 1,
@@ -170,10 +174,6 @@ class SamplingFlags:
         SamplingParams.from_options(self.given)  # refuses values out of range before anything slow happens
 
 
-def _sampling(*names: str, help: str, **more: Any) -> Any:
-    return _option(SAMPLING, *names, help=help, **more)
-
-
 def sampling_options(
     max_tokens: Annotated[int | None, _sampling("--max-tokens", help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float | None, _sampling("--temperature", help="0 is greedy.")] = None,
@@ -211,10 +211,6 @@ class DisplayOptions:
     verbose: bool
     no_color: bool
     ascii: bool
-
-
-def _display(*names: str, help: str, **more: Any) -> Any:
-    return _option(DISPLAY, *names, help=help, **more)
 
 
 def display_options(
