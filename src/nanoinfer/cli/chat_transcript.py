@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.cli.conversation import Conversation, Turn
+from nanoinfer.cli.durable import put_in_place, sync
 from nanoinfer.config import SamplingParams
 from nanoinfer.errors import UserError
 
@@ -47,19 +48,17 @@ def write_transcript(path: Path, conversation: Conversation, model: str, samplin
 
 
 def _replace(path: Path, content: str) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
     try:
         # A lone surrogate can come out of JSON; in the file it is an escape again.
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            os.chmod(temporary, path.stat().st_mode & 0o777)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+            sync(file.fileno())
+        put_in_place(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_transcript(path: Path) -> tuple[Conversation, str]:
