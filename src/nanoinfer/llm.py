@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from nanoinfer.config import DEFAULT_MAX_TOKENS, EngineConfig, SamplingParams
 from nanoinfer.data_plane import open_data_plane
 from nanoinfer.engine.outputs import OutputDelta, RequestOutput
 from nanoinfer.errors import ConfigError, EngineError, RequestError
-from nanoinfer.prompt import Message, Prompt, as_list, checked, is_token_ids
+from nanoinfer.prompt import Prompt, as_list, checked, is_token_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -254,20 +254,21 @@ class LLM:
     def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> tuple[str | None, list[int]]:
         """The text that is encoded (None for token ids) and its token ids. RequestError as in `submit`."""
         prompt = checked(prompt)
-        is_chat = not isinstance(prompt, str) and not is_token_ids(prompt)
-        if template_options and not is_chat:
+        if not isinstance(prompt, str) and not is_token_ids(prompt):
+            return self._needed_tokenizer().encode_chat(list(prompt), **(template_options or {}))
+        if template_options:
             raise ConfigError("template_options belong to messages; this prompt does not go through a chat template.")
-        if not isinstance(prompt, str) and not is_chat:
-            token_ids = cast("Sequence[int]", prompt)
-            return None, list(token_ids) if set(map(type, token_ids)) == {int} else [int(token) for token in token_ids]
+        if isinstance(prompt, str):
+            return prompt, self._needed_tokenizer().encode(prompt)
+        return None, list(prompt) if set(map(type, prompt)) == {int} else [int(token) for token in prompt]
+
+    def _needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(
                 f"{self.info.model} has no tokenizer; give the prompt as token ids, or add tokenizer.json.",
                 "no_tokenizer",
             )
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        return self.tokenizer.encode_chat(list(cast("Sequence[Message]", prompt)), **(template_options or {}))
+        return self.tokenizer
 
     # -- inspection ------------------------------------------------------------------------------------------------
 

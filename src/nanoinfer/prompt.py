@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 from nanoinfer.errors import RequestError
 
@@ -19,7 +19,7 @@ def checked(prompt: Prompt) -> Prompt:
     return cast("Prompt", prompt.tolist()) if hasattr(prompt, "tolist") else prompt  # of numpy or torch
 
 
-def is_token_ids(prompt: Sequence[Any]) -> bool:
+def is_token_ids(prompt: Sequence[Any]) -> TypeGuard[Sequence[int]]:
     # Asked once per kind of item, not per item: this is on the path to the first token of prompts of any length.
     return all(issubclass(kind, Integral) and not issubclass(kind, bool) for kind in set(map(type, prompt)))
 
