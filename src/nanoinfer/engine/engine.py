@@ -121,11 +121,7 @@ class LLMEngine:
         """Queue a request; RequestError if it could never run, whatever else happens."""
         self._refuse_impossible(request_id, prompt_token_ids, sampling)
         now = self._clock()
-        limit = self._max_model_len
-        if sampling.max_tokens is None:
-            limit = min(limit, self.pool_capacity)
-        else:
-            limit = min(limit, len(prompt_token_ids) + sampling.max_tokens)
+        wanted = self.pool_capacity if sampling.max_tokens is None else len(prompt_token_ids) + sampling.max_tokens
         eos = frozenset() if sampling.ignore_eos else self._eos_token_ids
         base_seed = self._random.getrandbits(62) if sampling.seed is None else sampling.seed
         samples = []
@@ -137,7 +133,7 @@ class LLMEngine:
                 sampling,
                 arrival_order=self._num_requests,
                 arrival_time=now,
-                max_len=limit,
+                max_len=min(self._max_model_len, wanted),
                 stop_token_ids=eos | frozenset(sampling.stop_token_ids),
                 seed=base_seed + i,
             )
@@ -192,7 +188,7 @@ class LLMEngine:
                 self._read_text(sample)
         del self._requests[request_id]
         self._discard_unwanted()
-        self._emit_event(ScheduledStep(time=now, number=self._num_steps - 1), StepResult([]), now, [], ended)
+        self._emit_idle_event(now, ended)
         return request.output()
 
     def is_running(self, request_id: str) -> bool:
@@ -252,9 +248,7 @@ class LLMEngine:
         if self._in_flight and (step.is_empty or len(self._in_flight) > self._max_in_flight):
             self._complete()
         elif self._to_deliver:
-            now = self._clock()
-            idle = ScheduledStep(time=now, number=self._num_steps - 1)
-            self._emit_event(idle, StepResult([]), now, [], self._deliver_all())
+            self._emit_idle_event(self._clock(), self._deliver_all())
 
     def _complete(self) -> None:
         """Take in the result of the oldest step under way."""
@@ -316,6 +310,10 @@ class LLMEngine:
             seq.stop_reason = detokenizer.stopped
             self.scheduler.finish(seq, FinishReason.STOP, seq.token_times[-1])
         return text
+
+    def _emit_idle_event(self, now: float, ended: list[Sequence]) -> None:
+        """Say that sequences have ended without a step."""
+        self._emit_event(ScheduledStep(time=now, number=self._num_steps - 1), StepResult([]), now, [], ended)
 
     def _emit_event(
         self,
