@@ -15,7 +15,6 @@ from nanoinfer.kernels.kernel_set import EAGER, KernelSet
 from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import ModelConfig
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.registry import build_model
 from nanoinfer.runner.model_runner import ModelRunner, allocate_kv_caches
 
 CPU = torch.device("cpu")
@@ -26,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 def decoder_from_hf(hf_model, dtype=torch.float32, kernels: KernelSet = EAGER) -> Decoder:
     """Our decoder with the weights of a transformers model, copied in memory."""
     config = ModelConfig.from_dict(hf_model.config.to_dict(), source="test")
-    decoder = build_model(config, kernels=kernels, dtype=dtype, device=CPU)
+    decoder = Decoder(config, kernels=kernels, dtype=dtype, device=CPU)
     fill(decoder, hf_model.state_dict())
     return decoder
 

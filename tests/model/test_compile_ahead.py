@@ -10,7 +10,7 @@ from nanoinfer.attention.torch import TorchAttention
 from nanoinfer.kernels.heads import HeadLayout
 from nanoinfer.kernels.kernel_set import EAGER, KernelSet
 from nanoinfer.models.config import ModelConfig
-from nanoinfer.models.registry import build_model
+from nanoinfer.models.decoder import Decoder
 from nanoinfer.runner.compile_ahead import FEW_TOKENS, MANY_TOKENS, KernelCompilation
 
 
@@ -37,7 +37,7 @@ class Recording(KernelSet):
 
 def start(kernels):
     config = ModelConfig.from_dict(FAMILIES["qwen3-gqa2"].to_dict(), source="test")
-    model = build_model(config, kernels=kernels, dtype=torch.float32, device=torch.device("cpu"))
+    model = Decoder(config, kernels=kernels, dtype=torch.float32, device=torch.device("cpu"))
     cache = tuple(torch.full((1, 16, config.num_kv_heads, config.head_dim), 7.0) for _ in range(2))
     heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5)
     attention = TorchAttention(heads, torch.zeros(32, config.head_dim), kernels)

@@ -1,4 +1,8 @@
-"""The decoder-only transformer that all supported families share; ModelConfig switches what differs."""
+"""The decoder-only transformer that all supported families share; ModelConfig switches what differs.
+
+Qwen3 has QK norm, Qwen2 and 2.5 have QKV biases, Llama 3.x stretches rope; SmolLM2 is a Llama with tied embeddings,
+Mistral one without.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from nanoinfer.layers.group import ALONE, Group
 from nanoinfer.layers.rotary import rotary_table
 from nanoinfer.models.config import DTYPE_BYTES, ModelConfig
 from nanoinfer.models.decoder import Decoder
-from nanoinfer.models.registry import build_model
 from nanoinfer.models.weights import WeightSlot
 from nanoinfer.runner import memory
 from nanoinfer.runner.compile_ahead import KernelCompilation
@@ -128,7 +127,7 @@ def build_data_plane(
     start = start or MemoryMark.now(device)
     geometry = plan.geometry_before_load(device)
 
-    model = build_model(model_config, kernels=kernels, dtype=dtype, device=device, group=group)
+    model = Decoder(model_config, kernels=kernels, dtype=dtype, device=device, group=group)
     heads = _head_layout(model_config, group)
     cos_sin = rotary_table(model_config.rope, heads.head_dim, max_model_len, device)
     attention = make_attention(attention_name, heads, cos_sin, kernels, config.max_num_seqs)
