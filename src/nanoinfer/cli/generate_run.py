@@ -108,49 +108,42 @@ def _nothing_to_do(session: Session, options: GenerateOptions, finished: Finishe
     return FAILED_REQUESTS if failed else OK
 
 
+@dataclass
 class _Job:
     """One run of a batch that is worth running, into an output that is ours."""
 
-    def __init__(
-        self,
-        session: Session,
-        config: EngineConfig,
-        options: GenerateOptions,
-        flags: dict[str, Any],
-        batch: Batch,
-        sink: ResultsFile | StreamResults,
-        finished: Finished | None,
-    ) -> None:
-        self._session = session
-        self._config = config
-        self._options = options
-        self._flags = flags
-        self._batch = batch
-        self._sink = sink
-        self._finished = finished  # what the output holds whose failures are to run again
-        self._keys = entry_keys(batch.entries)
-        self._totals = BatchTotals()
+    session: Session
+    config: EngineConfig
+    options: GenerateOptions
+    flags: dict[str, Any]  # the sampling of lines that say nothing else
+    batch: Batch
+    sink: ResultsFile | StreamResults
+    finished: Finished | None  # what the output holds whose failures are to run again
+
+    def __post_init__(self) -> None:
+        self.keys = entry_keys(self.batch.entries)
+        self.totals = BatchTotals()
 
     def execute(self) -> int:
         """Returns the exit code."""
         try:
             rest, monitor = self._prepare()
         except BaseException:
-            self._sink.abandon()
+            self.sink.abandon()
             raise
         try:
             seconds = self._run(rest, monitor) if rest.entries else 0.0
-            self._sink.finish()
+            self.sink.finish()
         except TooManyFailuresError:
             self._abandoned()
-            failed = self._totals.failed - self._totals.kept_failed
-            self._session.console.error(
-                f"stopped after {text.plural(failed, 'failed request')} (--max-errors {self._options.max_errors})."
+            failed = self.totals.failed - self.totals.kept_failed
+            self.session.console.error(
+                f"stopped after {text.plural(failed, 'failed request')} (--max-errors {self.options.max_errors})."
             )
             return FAILED_REQUESTS
         except UserError:
             # The command that was given was wrong in some way: it is no advice, unless it got somewhere.
-            self._abandoned(advise=self._totals.done > self._totals.kept)
+            self._abandoned(advise=self.totals.done > self.totals.kept)
             raise
         except BaseException:
             self._abandoned()
@@ -160,48 +153,48 @@ class _Job:
     def _prepare(self) -> tuple[Batch, Monitor]:
         """What is left to run, and who listens to it. UserError if it must not start."""
         kept: Collection[int] = ()
-        options, sink = self._options, self._sink
-        if self._finished is not None:
-            kept = self._finished.answers
-            self._totals = BatchTotals(len(kept))
-            self._session.console.say(
-                f"trying {text.plural(len(self._finished.failures), 'failed line')} of {options.output} again; its "
+        options, sink = self.options, self.sink
+        if self.finished is not None:
+            kept = self.finished.answers
+            self.totals = BatchTotals(len(kept))
+            self.session.console.say(
+                f"trying {text.plural(len(self.finished.failures), 'failed line')} of {options.output} again; its "
                 f"{text.plural(len(kept), 'answer')} stay as they are, whatever parameters they were made with."
             )
         elif options.resume and isinstance(sink, ResultsFile):
             results = take_over(
-                self._session.console,
-                self._batch,
-                self._keys,
+                self.session.console,
+                self.batch,
+                self.keys,
                 sink,
-                parameters_asked_for(self._config, self._flags, options.think),
+                parameters_asked_for(self.config, self.flags, options.think),
                 retry_errors=options.retry_errors,
             )
             kept = results
-            self._totals = BatchTotals(len(results), sum(result.failed for result in results.values()))
-        rest = replace(self._batch, entries=[entry for entry in self._batch.entries if entry.index not in kept])
+            self.totals = BatchTotals(len(results), sum(result.failed for result in results.values()))
+        rest = replace(self.batch, entries=[entry for entry in self.batch.entries if entry.index not in kept])
         bad = len(rest.bad_lines)
         if options.max_errors is not None and bad > options.max_errors:
             bad_lines = text.plural(bad, "bad line")
-            raise UserError(f"{self._batch.name} has {bad_lines}, more than --max-errors {options.max_errors}.")
-        return rest, Monitor(self._session)
+            raise UserError(f"{self.batch.name} has {bad_lines}, more than --max-errors {options.max_errors}.")
+        return rest, Monitor(self.session)
 
     def _run(self, rest: Batch, monitor: Monitor) -> float:
         """Load the model and run the batch into the sink; returns the seconds that the requests took."""
         from nanoinfer.ui.run_display import RunDisplay
         from nanoinfer.ui.snapshot import RequestCounts, SnapshotBuilder
 
-        session, options, totals = self._session, self._options, self._totals
-        a_person_reads = rest.from_command_line and len(rest.entries) == 1 and isinstance(self._sink, StreamResults)
+        session, options, totals = self.session, self.options, self.totals
+        a_person_reads = rest.from_command_line and len(rest.entries) == 1 and isinstance(self.sink, StreamResults)
         render: Callable[[Record], bytes] = to_json_line
         if a_person_reads and not session.display.json:
             render = to_plain_text
-        if isinstance(self._sink, StreamResults) and self._sink.is_terminal:
+        if isinstance(self.sink, StreamResults) and self.sink.is_terminal:
             render = for_terminal(render)
-        with session.llm(self._config) as llm, monitor.watching(llm):
-            base = llm.default_sampling.with_options(self._flags)
-            if isinstance(self._sink, ResultsFile):
-                self._begin(self._sink, run_parameters(llm, self._config, base, options.think))
+        with session.llm(self.config) as llm, monitor.watching(llm):
+            base = llm.default_sampling.with_options(self.flags)
+            if isinstance(self.sink, ResultsFile):
+                self._begin(self.sink, run_parameters(llm, self.config, base, options.think))
             report_sampling(session.console, llm, base, rest)
             builder = SnapshotBuilder(llm.info, title="generate", clock=session.services.clock)
             builder.expect(rest.sequences(base), rest.mean_limit(base))
@@ -210,16 +203,16 @@ class _Job:
                 session.display.ui,
                 builder,
                 session.services.clock,
-                lambda: RequestCounts(len(self._batch.entries), totals.done, totals.failed),
+                lambda: RequestCounts(len(self.batch.entries), totals.done, totals.failed),
                 llm.events,
                 warning=self._last_warning,
                 keep=True,
                 one_line=a_person_reads,
             )
             policy = BatchPolicy(
-                thinking_options(options.think), options.on_error, options.max_errors, self._config.seed
+                thinking_options(options.think), options.on_error, options.max_errors, self.config.seed
             )
-            run = BatchRun(llm, rest.entries, self._sink, totals, base, policy, render, self._keys)
+            run = BatchRun(llm, rest.entries, self.sink, totals, base, policy, render, self.keys)
             started = session.services.clock()
             trace = traced(session, llm, options.profile, "generate", skip=UNTRACED_STEPS)
             with trace, display, monitor.also(after_tick=display.tick):
@@ -227,36 +220,36 @@ class _Job:
             return session.services.clock() - started
 
     def _last_warning(self) -> str | None:
-        if self._session.interrupts.requested:
+        if self.session.interrupts.requested:
             return "stopping after this step; Ctrl-C again leaves at once"
-        return self._totals.failures[-1] if self._totals.failures else None
+        return self.totals.failures[-1] if self.totals.failures else None
 
     def _begin(self, sink: ResultsFile, parameters: dict[str, Any]) -> None:
         """Start the partial file, or go on with it if what only the loaded model knows is the same as well."""
-        if self._totals.kept and self._finished is None:
+        if self.totals.kept and self.finished is None:
             refuse_other_parameters(sink, parameters)
-        batch = self._batch
+        batch = self.batch
         source = {"name": batch.name, "sha256": batch.sha256, "lines": len(batch.entries)}
-        labels = [(key, str(entry.id)) for key, entry in zip(self._keys, batch.entries, strict=True)]
+        labels = [(key, str(entry.id)) for key, entry in zip(self.keys, batch.entries, strict=True)]
         sink.begin({"input": source, "parameters": parameters}, labels)
-        if self._finished is not None:
-            for index, line in self._finished.answers.items():
+        if self.finished is not None:
+            for index, line in self.finished.answers.items():
                 sink.write(index, line)
 
     def _abandoned(self, *, advise: bool = True) -> None:
         """Say where the results of a run that ends early are, and how to go on with it."""
-        kept, console, batch = self._sink.abandon(), self._session.console, self._batch
+        kept, console, batch = self.sink.abandon(), self.session.console, self.batch
         if kept is None or not advise:
             return
         where = "; give it the same prompts on standard input" if batch.is_standard_input else ""
-        done = f"{self._totals.done} of {text.plural(len(batch.entries), 'result')}"
+        done = f"{self.totals.done} of {text.plural(len(batch.entries), 'result')}"
         console.warn(f"{done} are in {kept}. To go on from there{where}:")
-        console.more(f"  {resume_command(self._session.services.arguments)}")
+        console.more(f"  {resume_command(self.session.services.arguments)}")
 
     def _report(self, seconds: float) -> int:
-        output, session = self._options.output, self._session
+        output, session = self.options.output, self.session
         name = "standard output" if is_standard_output(output) else str(output)
-        report_run(session.console, self._totals, seconds, name)
-        if session.display.json and isinstance(self._sink, ResultsFile):
-            print(json.dumps(run_summary(self._totals, seconds, name), indent=2))
-        return FAILED_REQUESTS if self._totals.failed else OK
+        report_run(session.console, self.totals, seconds, name)
+        if session.display.json and isinstance(self.sink, ResultsFile):
+            print(json.dumps(run_summary(self.totals, seconds, name), indent=2))
+        return FAILED_REQUESTS if self.totals.failed else OK
