@@ -32,8 +32,11 @@ def cached_model(repo: str, revision: str | None = None, *, weights: bool = True
     reference = store / "refs" / revision
     commit = reference.read_text().strip() if reference.is_file() else revision
     folder = store / "snapshots" / commit
-    complete = (folder / "config.json").exists() and (not weights or has_weights(folder))
-    return folder if complete else None
+    return folder if _is_complete(folder, weights) else None
+
+
+def _is_complete(folder: Path, weights: bool) -> bool:
+    return (folder / "config.json").exists() and (not weights or has_weights(folder))
 
 
 def hub_answers(repo: str, seconds: float) -> bool:
@@ -84,7 +87,7 @@ def fetch_model(repo: str, revision: str | None = None, *, weights: bool = True,
             )
         )
         # Without a connection the library may hand back the beginning of an earlier download.
-        if (folder / "config.json").exists() and (not weights or has_weights(folder)):
+        if _is_complete(folder, weights):
             return folder
         message = unreachable if constants.HF_HUB_OFFLINE else "has no config.json with complete .safetensors weights"
     except errors.GatedRepoError as error:
