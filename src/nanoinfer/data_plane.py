@@ -17,24 +17,32 @@ if TYPE_CHECKING:
 def open_data_plane(
     config: EngineConfig, model_config: ModelConfig, folder: Path, notify: Notify
 ) -> tuple[DataPlane, Executor]:
+    """What runs the steps, and what was decided on the way to it. Errors as in `build_data_plane`."""
+    if config.tensor_parallel_size > 1:
+        return _open_on_ranks(config, model_config, folder, notify)
+    from nanoinfer.loading.weights import fill_weights
+    from nanoinfer.runner.build import build_data_plane, resolve_device
+    from nanoinfer.runner.executor import LocalExecutor
+
+    plane = build_data_plane(
+        config,
+        model_config,
+        resolve_device(config.device),
+        load=lambda slots: fill_weights(slots, folder, config.load_format, config.seed, notify),
+        on_wait=lambda what: notify(what, 0, 0),
+    )
+    return plane, LocalExecutor(plane.runner)
+
+
+def _open_on_ranks(
+    config: EngineConfig, model_config: ModelConfig, folder: Path, notify: Notify
+) -> tuple[DataPlane, Executor]:
     """The other ranks are started before this process imports torch: both take seconds, at the same time."""
     from nanoinfer.loading.weights import fill_weights
     from nanoinfer.models.partition import check_splits
     from nanoinfer.runner.ranks import Ranks
     from nanoinfer.runner.torchrun import Launch, accept, rendezvous
 
-    if config.tensor_parallel_size == 1:
-        from nanoinfer.runner.build import build_data_plane, resolve_device
-        from nanoinfer.runner.executor import LocalExecutor
-
-        plane = build_data_plane(
-            config,
-            model_config,
-            resolve_device(config.device),
-            load=lambda slots: fill_weights(slots, folder, config.load_format, config.seed, notify),
-            on_wait=lambda what: notify(what, 0, 0),
-        )
-        return plane, LocalExecutor(plane.runner)
     check_splits(model_config, config.tensor_parallel_size)
     launch, store = Launch.from_environment(), None
     if launch is None:
