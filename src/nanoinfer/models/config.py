@@ -26,25 +26,27 @@ def _refuse(source: str, message: str) -> NoReturn:
     raise ModelError(f"{source}: {message}")
 
 
-def _whole(d: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
-    """The positive integer `name` of `d`; absent or null means `default`, without one it is an error."""
+def _given(d: Mapping[str, Any], name: str, source: str, default: float | None) -> Any:
+    """The value `name` of `d`; absent or null means `default`, without one it is an error."""
     value = d.get(name)
     if value is None:
         value = default
     if value is None:
         _refuse(source, f"'{name}' is missing, so this is not a complete model configuration.")
+    return value
+
+
+def _whole(d: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
+    """The positive integer `name` of `d`."""
+    value = _given(d, name, source, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         _refuse(source, f"'{name}' is {value!r}; it must be a whole number of at least 1.")
     return value
 
 
 def _positive(d: Mapping[str, Any], name: str, source: str, default: float | None = None) -> float:
-    """The positive finite number `name` of `d`, with the same rule for absent and null."""
-    value = d.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        _refuse(source, f"'{name}' is missing, so this is not a complete model configuration.")
+    """The positive finite number `name` of `d`."""
+    value = _given(d, name, source, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         _refuse(source, f"'{name}' is {value!r}; it must be a number above 0.")
     return float(value)
