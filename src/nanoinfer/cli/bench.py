@@ -40,12 +40,12 @@ def join_goodput(arguments: list[str]) -> list[str]:
             words += [value] if value else []
         elif collecting and all(_SLO.fullmatch(word) for word in re.split("[ ,]", argument)):
             words.append(argument)
+        elif collecting and not words:
+            break  # let the parser complain about what follows --goodput
         else:
-            if collecting and not words:
-                return arguments  # let the parser complain about what follows --goodput
             collecting = False
             joined.append(argument)
-    return ["--goodput", " ".join(words), *joined] if words else joined if not collecting else arguments
+    return ["--goodput", " ".join(words), *joined] if words else arguments
 
 
 def complete_sweep(arguments: list[str]) -> list[str]:

@@ -14,11 +14,11 @@ _COLUMNS = ("mean", "p50", "p90", "p99")
 
 def si(number: float, unit: str) -> str:
     """In decimal steps: 13.5 GB/s, 785 TFLOP/s."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if number < 1000 or prefix == "T":
+    for prefix in ("", "k", "M", "G"):
+        if number < 1000:
             return f"{rate(number)} {prefix}{unit}"
         number /= 1000
-    raise AssertionError(number)
+    return f"{rate(number)} T{unit}"
 
 
 def machine_rows(result: Result) -> list[Row]:

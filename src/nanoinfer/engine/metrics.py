@@ -7,7 +7,7 @@ the same figures as the live one.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -166,7 +166,7 @@ class Metrics:
         self._window_gaps = Recorder(MAX_WINDOW_STEPS, 2)  # milliseconds, and how many sequences waited for them
         self._last_decode: float | None = None
         self._last_token: float | None = None
-        self._reasons: dict[str, int] = {}
+        self._reasons: Counter[str] = Counter()
         self._good = 0
         self._met = [0] * len(self.slos)
 
@@ -203,7 +203,7 @@ class Metrics:
             self.sequences.append(sequence)
         if sequence.succeeded:
             self._window_sequences.append(time, [getattr(sequence, name) for name in _OF_SEQUENCE])
-        self._reasons[sequence.reason] = self._reasons.get(sequence.reason, 0) + 1
+        self._reasons[sequence.reason] += 1
         met = [sequence.meets(slo) for slo in self.slos]
         self._good += sequence.succeeded and all(met)
         self._met = [count + kept for count, kept in zip(self._met, met, strict=True)]
@@ -234,9 +234,9 @@ class Metrics:
             time=now,
             running=last.running if last else 0,
             waiting=last.waiting if last else 0,
-            succeeded=sum(self._reasons.get(reason, 0) for reason in SUCCESS),
-            failed=self._reasons.get("error", 0),
-            aborted=self._reasons.get("abort", 0),
+            succeeded=sum(self._reasons[reason] for reason in SUCCESS),
+            failed=self._reasons["error"],
+            aborted=self._reasons["abort"],
             blocks_active=last.blocks_active if last else 0,
             blocks_cached=last.blocks_cached if last else 0,
             blocks_free=last.blocks_free if last else 0,
@@ -248,7 +248,7 @@ class Metrics:
             decode_history=self._history("decode_tokens", this_second),
             goodput=Goodput(
                 slos=self.slos,
-                attempted=sum(self._reasons.values()),
+                attempted=self._reasons.total(),
                 good=self._good,
                 met=tuple(self._met),
                 per_second=self._good / elapsed if elapsed > 0 else 0.0,
