@@ -243,9 +243,9 @@ def test_open_loop_latencies_count_from_when_a_request_was_due() -> None:
     driver.run(Interrupts(), lambda: [metrics.observe(driver.observed(event)) for event in events.drain()])
     by_id = {sequence.request_id: sequence for sequence in metrics.sequences}
     # The second request was due in the middle of the first step; the loop could send it only half a second later.
-    assert by_id["bench-1"].ttft_ms == pytest.approx(1500.0)
-    assert by_id["bench-0"].ttft_ms == pytest.approx(1000.0)
-    assert by_id["bench-0"].e2e_ms == pytest.approx(4000.0)
+    assert by_id["bench-1"].timing.ttft_ms == pytest.approx(1500.0)
+    assert by_id["bench-0"].timing.ttft_ms == pytest.approx(1000.0)
+    assert by_id["bench-0"].timing.e2e_ms == pytest.approx(4000.0)
 
 
 def test_the_wait_for_a_place_under_max_concurrency_counts_too() -> None:
@@ -259,7 +259,7 @@ def test_the_wait_for_a_place_under_max_concurrency_counts_too() -> None:
     metrics, events = Metrics(), llm.events.subscribe()
     driver.run(Interrupts(), lambda: [metrics.observe(driver.observed(event)) for event in events.drain()])
     assert driver.result.max_in_flight == 1
-    assert metrics.sequences[1].ttft_ms == pytest.approx(4500.0), "due at 0.5, first token at 5"
+    assert metrics.sequences[1].timing.ttft_ms == pytest.approx(4500.0), "due at 0.5, first token at 5"
 
 
 def test_open_loop_waits_for_arrivals_and_serves_all() -> None:

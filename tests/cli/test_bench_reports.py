@@ -15,7 +15,7 @@ from fake_llm import FakeLLM
 from program import Program
 
 from nanoinfer.engine.event_log import read_event_log
-from nanoinfer.engine.latency import SequenceMetrics
+from nanoinfer.engine.latency import gaps_ms, latencies_ms
 from nanoinfer.ui.console import Console
 
 SMALL = ("--device", "cpu", "--num-prompts", "12", "--input-len", "10:30", "--output-len", "4:9", "--warmup", "0")
@@ -47,14 +47,16 @@ def test_figures_agree_with_the_recorded_events(nanoinfer: Program, tmp_path: Pa
     limits = ("--goodput", "ttft:60000", "tpot:60000", "itl_p99:60000")
     result = bench(nanoinfer, *SMALL, *limits, "--max-concurrency", "5", "--events", path, code=3)
     events = read_event_log(path).events
-    ended = [SequenceMetrics.of(sequence) for event in events for sequence in event.finished]
+    ended = [sequence for event in events for sequence in event.finished]
     done = [sequence for sequence in ended if sequence.succeeded]
     assert (len(ended), len(done), result["completed"], result["failed"]) == (12, 11, 11, 1)
     for each in done:
-        assert each.ttft_ms is not None
-        assert each.tpot_ms is not None
-        assert each.e2e_ms == pytest.approx(each.ttft_ms + each.tpot_ms * (each.output_tokens - 1))
-        assert sum(each.itl_ms) == pytest.approx(each.tpot_ms * (each.output_tokens - 1))
+        found = latencies_ms(each)
+        ttft, tpot = found["ttft"], found["tpot"]
+        assert ttft is not None
+        assert tpot is not None
+        assert found["e2e"] == pytest.approx(ttft + tpot * (each.output_tokens - 1))
+        assert sum(gaps_ms(each)) == pytest.approx(tpot * (each.output_tokens - 1))
     # Sums over requests are the totals, also those of the steps: what the lost request had computed is in these alone.
     assert result["total_input_tokens"] == sum(s.prompt_tokens for s in done)
     assert result["total_output_tokens"] == sum(s.output_tokens for s in done)
@@ -67,8 +69,9 @@ def test_figures_agree_with_the_recorded_events(nanoinfer: Program, tmp_path: Pa
     # Throughputs times the duration are the totals, and percentiles are numpy's.
     for key, total in (("request_throughput", 11), ("output_throughput", result["total_output_tokens"])):
         assert result[key] * result["duration"] == pytest.approx(total)
-    gaps = np.concatenate([s.itl_ms for s in done])
-    for name, values in (("ttft", [s.ttft_ms for s in done]), ("e2el", [s.e2e_ms for s in done]), ("itl", gaps)):
+    gaps = np.concatenate([gaps_ms(s) for s in done])
+    ttfts, e2els = [s.timing.ttft_ms for s in done], [s.timing.e2e_ms for s in done]
+    for name, values in (("ttft", ttfts), ("e2el", e2els), ("itl", gaps)):
         for percentile in (50, 90, 99):
             assert result[f"p{percentile}_{name}_ms"] == pytest.approx(np.percentile(values, percentile))
         assert result[f"mean_{name}_ms"] == pytest.approx(np.mean(values))

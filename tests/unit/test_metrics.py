@@ -14,7 +14,7 @@ from thoroughness import examples
 
 from nanoinfer.engine import metrics as metrics_module
 from nanoinfer.engine.events import FinishedSequence, RequestTiming, StepEvent
-from nanoinfer.engine.latency import SLO, Distribution, SequenceMetrics, distribution, parse_slos
+from nanoinfer.engine.latency import SLO, Distribution, distribution, gaps_ms, latencies_ms, parse_slos
 from nanoinfer.engine.metrics import Metrics
 from nanoinfer.errors import ConfigError
 
@@ -77,23 +77,24 @@ def metrics_of(*sequences: FinishedSequence, slos: str = "") -> Metrics:
 
 
 def test_latencies_of_a_sequence() -> None:
-    sequence = SequenceMetrics.of(finished(1.2, 1.25, 1.4, arrival=1.0))
-    figures = [sequence.queue_ms, sequence.prefill_ms, sequence.ttft_ms, sequence.tpot_ms, sequence.e2e_ms]
-    assert figures == pytest.approx([10, 190, 200, 100, 400])
-    assert sequence.itl_ms == pytest.approx([50, 150])
+    sequence = finished(1.2, 1.25, 1.4, arrival=1.0)
+    expected = {"ttft": 200, "tpot": 100, "e2e": 400, "queue": 10, "prefill": 190}
+    assert latencies_ms(sequence) == pytest.approx(expected)
+    assert gaps_ms(sequence) == pytest.approx([50, 150])
 
 
 def test_one_token_has_a_ttft_and_no_tpot() -> None:
-    sequence = SequenceMetrics.of(finished(1.2, arrival=1.0))
-    assert sequence.ttft_ms == sequence.e2e_ms == pytest.approx(200)
-    assert sequence.tpot_ms is None
-    assert len(sequence.itl_ms) == 0
+    sequence = finished(1.2, arrival=1.0)
+    found = latencies_ms(sequence)
+    assert found["ttft"] == found["e2e"] == pytest.approx(200)
+    assert found["tpot"] is None
+    assert len(gaps_ms(sequence)) == 0
 
 
 def test_aborted_before_the_first_token_has_no_latencies() -> None:
-    sequence = SequenceMetrics.of(finished(arrival=1.0, reason="abort"))
-    assert [sequence.ttft_ms, sequence.tpot_ms, sequence.e2e_ms, sequence.prefill_ms] == [None] * 4
-    assert sequence.queue_ms == pytest.approx(10)
+    found = latencies_ms(finished(arrival=1.0, reason="abort"))
+    assert found.pop("queue") == pytest.approx(10)
+    assert set(found.values()) == {None}
 
 
 gaps = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=30)
@@ -102,13 +103,13 @@ gaps = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=30)
 @settings(max_examples=examples(20), deadline=None)
 @given(st.floats(0, 1e6), gaps)
 def test_e2e_is_ttft_plus_tpot_times_the_gaps_exactly(arrival: float, times: list[float]) -> None:
-    sequence = SequenceMetrics.of(finished(*(arrival + np.cumsum(times)).tolist(), arrival=arrival))
-    assert sequence.e2e_ms is not None
-    assert sequence.ttft_ms is not None
-    tpot = sequence.tpot_ms if sequence.tpot_ms is not None else 0.0
-    assert sequence.e2e_ms == pytest.approx(sequence.ttft_ms + tpot * (sequence.output_tokens - 1), rel=1e-9)
-    if sequence.tpot_ms is not None:
-        assert sequence.tpot_ms == pytest.approx(sequence.itl_ms.mean(), rel=1e-6)
+    sequence = finished(*(arrival + np.cumsum(times)).tolist(), arrival=arrival)
+    found = latencies_ms(sequence)
+    ttft, tpot, e2e = found["ttft"], found["tpot"], found["e2e"]
+    assert ttft is not None
+    assert e2e == pytest.approx(ttft + (tpot or 0.0) * (sequence.output_tokens - 1), rel=1e-9)
+    if tpot is not None:
+        assert tpot == pytest.approx(gaps_ms(sequence).mean(), rel=1e-6)
 
 
 # -------------------------------------------------------------------------------------------------- distributions
@@ -195,7 +196,7 @@ def test_without_slos_every_success_is_good_and_nothing_is_attained_before_the_e
 
 def test_samples_of_a_request_are_measured_each() -> None:
     metrics = metrics_of(finished(0.1, 0.2), finished(0.1, 0.4, index=1))
-    assert [sequence.e2e_ms for sequence in metrics.sequences] == pytest.approx([200, 400])
+    assert [sequence.timing.e2e_ms for sequence in metrics.sequences] == pytest.approx([200, 400])
     assert metrics.snapshot().goodput.attempted == 2
 
 

@@ -13,6 +13,7 @@ from nanoinfer.cli.bench_roofline import StepCost, achieved, with_limits
 from nanoinfer.cli.bench_steps import Phase, StepLog
 from nanoinfer.cli.load_driver import LoadResult
 from nanoinfer.cli.version import environment
+from nanoinfer.engine.latency import gaps_ms, latencies_ms
 
 if TYPE_CHECKING:
     from nanoinfer.engine.info import DeviceLimits, EngineInfo
@@ -89,8 +90,8 @@ def _values(metrics: Metrics, name: str) -> list[float]:
     """All values of a latency, which the standard deviation needs."""
     done = [sequence for sequence in metrics.sequences if sequence.succeeded]
     if name == "itl":
-        return [float(gap) for sequence in done for gap in sequence.itl_ms]
-    values = [getattr(sequence, f"{name}_ms") for sequence in done]
+        return [float(gap) for sequence in done for gap in gaps_ms(sequence)]
+    values = [latencies_ms(sequence)[name] for sequence in done]
     return [value for value in values if value is not None]
 
 

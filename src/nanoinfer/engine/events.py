@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 StepKind = Literal["prefill", "decode", "mixed", "idle"]
+SUCCESS = ("stop", "length")  # reasons for which a sequence ends when it is complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class FinishedSequence:
     preemptions: int
     timing: RequestTiming
     token_times: tuple[float, ...] = field(default=(), repr=False)  # when each output token reached the host
+
+    @property
+    def succeeded(self) -> bool:
+        return self.reason in SUCCESS
 
 
 @dataclass(frozen=True, slots=True)

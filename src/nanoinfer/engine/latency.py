@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from nanoinfer.errors import ConfigError
 Floats = NDArray[np.float64]
 
 SLO_METRICS = ("ttft", "tpot", "e2el", "itl_p99")
-SUCCESS = ("stop", "length")
+OF_SEQUENCE = ("ttft", "tpot", "e2e", "queue", "prefill")  # the latencies that a sequence has one value of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,66 +52,28 @@ def parse_slos(texts: str | Iterable[str]) -> tuple[SLO, ...]:
     return tuple(slos.values())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SequenceMetrics:
-    """Latencies of one finished sequence in milliseconds; None where it never got so far.
+def latencies_ms(sequence: FinishedSequence) -> dict[str, float | None]:
+    """Each of OF_SEQUENCE; None where it never got so far. TPOT needs two output tokens."""
+    timing = sequence.timing
+    tpot_ms = timing.tpot_ms(sequence.output_tokens)
+    found = (timing.ttft_ms, tpot_ms, timing.e2e_ms, timing.queue_ms, timing.prefill_ms)
+    return dict(zip(OF_SEQUENCE, found, strict=True))
 
-    e2e_ms = ttft_ms + tpot_ms x (output_tokens - 1). TPOT and ITL need two output tokens.
-    """
 
-    request_id: str
-    index: int
-    reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    preemptions: int
-    arrival: float  # seconds on the engine's clock
-    queue_ms: float | None
-    prefill_ms: float | None
-    ttft_ms: float | None
-    tpot_ms: float | None
-    e2e_ms: float | None
-    token_times: tuple[float, ...] = field(repr=False)  # seconds, when each output token reached the host
+def gaps_ms(sequence: FinishedSequence) -> Floats:
+    """The gaps between its output tokens (ITL): output_tokens - 1 of them."""
+    return np.diff(np.asarray(sequence.token_times, dtype=np.float64)) * 1e3
 
-    @classmethod
-    def of(cls, sequence: FinishedSequence) -> SequenceMetrics:
-        timing = sequence.timing
-        return cls(
-            request_id=sequence.request_id,
-            index=sequence.index,
-            reason=sequence.reason,
-            prompt_tokens=sequence.prompt_tokens,
-            cached_tokens=sequence.cached_tokens,
-            output_tokens=sequence.output_tokens,
-            preemptions=sequence.preemptions,
-            arrival=timing.arrival,
-            queue_ms=timing.queue_ms,
-            prefill_ms=timing.prefill_ms,
-            ttft_ms=timing.ttft_ms,
-            tpot_ms=timing.tpot_ms(sequence.output_tokens),
-            e2e_ms=timing.e2e_ms,
-            token_times=sequence.token_times,
-        )
 
-    @property
-    def itl_ms(self) -> Floats:
-        """The gaps between its output tokens: output_tokens - 1 of them. Computed anew each time."""
-        return np.diff(np.asarray(self.token_times, dtype=np.float64)) * 1e3
-
-    @property
-    def succeeded(self) -> bool:
-        return self.reason in SUCCESS
-
-    def meets(self, slo: SLO) -> bool:
-        """Whether it succeeded within the limit. A single token has no TPOT and no ITL, and keeps any limit on them."""
-        if not self.succeeded:
-            return False
-        if slo.metric == "itl_p99":
-            value = float(np.percentile(self.itl_ms, 99)) if len(self.token_times) > 1 else None
-        else:
-            value = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2el": self.e2e_ms}[slo.metric]
-        return value is None or value <= slo.limit_ms
+def meets(sequence: FinishedSequence, slo: SLO) -> bool:
+    """Whether it succeeded within the limit. A single token has no TPOT and no ITL, and keeps any limit on them."""
+    if not sequence.succeeded:
+        return False
+    if slo.metric == "itl_p99":
+        value = float(np.percentile(gaps_ms(sequence), 99)) if len(sequence.token_times) > 1 else None
+    else:
+        value = latencies_ms(sequence)["e2e" if slo.metric == "e2el" else slo.metric]
+    return value is None or value <= slo.limit_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,23 @@ from operator import itemgetter
 
 import numpy as np
 
-from nanoinfer.engine.events import StepEvent
-from nanoinfer.engine.latency import SLO, SUCCESS, Distribution, Floats, SequenceMetrics, distribution
+from nanoinfer.engine.events import SUCCESS, FinishedSequence, StepEvent
+from nanoinfer.engine.latency import (
+    OF_SEQUENCE,
+    SLO,
+    Distribution,
+    Floats,
+    distribution,
+    gaps_ms,
+    latencies_ms,
+    meets,
+)
 from nanoinfer.engine.recorder import Recorder
 
 # Rates of the moment are those of the last few seconds.
 RECENT_S = 10
 # The window's ITL is kept per step, other latencies per sequence; a minute that has more keeps the latest.
 MAX_WINDOW_STEPS, MAX_WINDOW_SEQUENCES = 16384, 4096
-
-# The latencies that a sequence has one value of, as SequenceMetrics calls them.
-_OF_SEQUENCE = ("ttft_ms", "tpot_ms", "e2e_ms", "queue_ms", "prefill_ms")
 
 _new_tokens = itemgetter(1)
 
@@ -154,7 +160,7 @@ class Metrics:
 
     def __init__(self, slos: Sequence[SLO] = (), window_s: int = 60, *, keep_sequences: bool = True) -> None:
         self.slos = tuple(slos)
-        self.sequences: list[SequenceMetrics] = []  # all that have ended, in order
+        self.sequences: list[FinishedSequence] = []  # all that have ended, in order
         self._window_s = window_s
         self._before_window = Totals()
         self._start: float | None = None
@@ -162,7 +168,7 @@ class Metrics:
         self._peak_blocks = 0
         self._seconds: deque[tuple[int, Totals]] = deque()  # whole second of the clock, sums of its steps
         self._keep_sequences = keep_sequences
-        self._window_sequences = Recorder(MAX_WINDOW_SEQUENCES, len(_OF_SEQUENCE))
+        self._window_sequences = Recorder(MAX_WINDOW_SEQUENCES, len(OF_SEQUENCE))
         self._window_gaps = Recorder(MAX_WINDOW_STEPS, 2)  # milliseconds, and how many sequences waited for them
         self._last_decode: float | None = None
         self._last_token: float | None = None
@@ -182,7 +188,7 @@ class Metrics:
         self._peak_blocks = max(self._peak_blocks, event.blocks_active)
         self._observe_gap(event)
         for sequence in event.finished:
-            self._observe_finished(event.time, SequenceMetrics.of(sequence))
+            self._observe_finished(event.time, sequence)
         self._slide_window(event.time)
 
     def _observe_gap(self, event: StepEvent) -> None:
@@ -198,13 +204,13 @@ class Metrics:
         if not event.running:
             self._last_decode = self._last_token = None
 
-    def _observe_finished(self, time: float, sequence: SequenceMetrics) -> None:
+    def _observe_finished(self, time: float, sequence: FinishedSequence) -> None:
         if self._keep_sequences:
             self.sequences.append(sequence)
         if sequence.succeeded:
-            self._window_sequences.append(time, [getattr(sequence, name) for name in _OF_SEQUENCE])
+            self._window_sequences.append(time, list(latencies_ms(sequence).values()))
         self._reasons[sequence.reason] += 1
-        met = [sequence.meets(slo) for slo in self.slos]
+        met = [meets(sequence, slo) for slo in self.slos]
         self._good += sequence.succeeded and all(met)
         self._met = [count + kept for count, kept in zip(self._met, met, strict=True)]
 
@@ -258,10 +264,11 @@ class Metrics:
     def run_latencies(self) -> Latencies:
         """Exact distributions over the whole run; costs time proportional to the tokens, so for the end of a run."""
         sequences = [sequence for sequence in self.sequences if sequence.succeeded]
-        gaps = np.concatenate([sequence.itl_ms for sequence in sequences]) if sequences else np.empty(0)
-        values = {name: [getattr(sequence, name) for sequence in sequences] for name in _OF_SEQUENCE}
+        gaps = np.concatenate([gaps_ms(sequence) for sequence in sequences]) if sequences else np.empty(0)
+        found = [latencies_ms(sequence) for sequence in sequences]
         known = {
-            name: np.array([v for v in column if v is not None], dtype=np.float64) for name, column in values.items()
+            name: np.array([ms for each in found if (ms := each[name]) is not None], dtype=np.float64)
+            for name in OF_SEQUENCE
         }
         return _latencies(known, distribution(gaps))
 
@@ -273,7 +280,7 @@ class Metrics:
         """
         begin = math.floor(self._now(now)) - self._window_s
         rows, gaps = self._window_sequences.since(begin), self._window_gaps.since(begin)
-        columns = {name: rows[:, i][~np.isnan(rows[:, i])] for i, name in enumerate(_OF_SEQUENCE)}
+        columns = {name: rows[:, i][~np.isnan(rows[:, i])] for i, name in enumerate(OF_SEQUENCE)}
         return _latencies(columns, distribution(gaps[:, 0], gaps[:, 1].astype(np.int64)))
 
     def _now(self, now: float | None) -> float:
@@ -289,5 +296,5 @@ class Metrics:
 
 
 def _latencies(values: Mapping[str, Floats], itl: Distribution | None) -> Latencies:
-    """Distributions of the values under the names in _OF_SEQUENCE."""
-    return Latencies(itl=itl, **{name.removesuffix("_ms"): distribution(values[name]) for name in _OF_SEQUENCE})
+    """Distributions of the values under the names in OF_SEQUENCE."""
+    return Latencies(itl=itl, **{name: distribution(values[name]) for name in OF_SEQUENCE})
