@@ -7,7 +7,7 @@ latencies of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,11 +31,10 @@ class SLO:
     limit_ms: float
 
 
-def parse_slos(texts: str | Iterable[str]) -> tuple[SLO, ...]:
-    """SLOs from text like "ttft:200 tpot:50", or a list of such words. Raises ConfigError."""
-    words = texts.split() if isinstance(texts, str) else [word for text in texts for word in text.split()]
+def parse_slos(text: str) -> tuple[SLO, ...]:
+    """SLOs from text like "ttft:200 tpot:50". Raises ConfigError."""
     slos: dict[str, SLO] = {}
-    for word in words:
+    for word in text.split():
         metric, colon, limit = word.partition(":")
         if not colon:
             raise ConfigError(f"SLO '{word}' must be METRIC:MILLISECONDS, like ttft:200.")
