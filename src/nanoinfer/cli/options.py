@@ -90,19 +90,21 @@ def engine_options(
     revision: Annotated[str | None, _model("--revision", help="Branch, tag or commit on the hub.")] = None,
     load_format: Annotated[
         LoadFormat, _model("--load-format", help="dummy: random weights, for speed tests.")
-    ] = "auto",
-    dtype: Annotated[DtypeChoice, _model("--dtype", help="Precision of weights and KV cache.")] = "auto",
-    device: Annotated[str, _model("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    ] = EngineConfig.load_format,
+    dtype: Annotated[DtypeChoice, _model("--dtype", help="Precision of weights and KV cache.")] = EngineConfig.dtype,
+    device: Annotated[str, _model("--device", help="auto, cpu, cuda or cuda:N.")] = EngineConfig.device,
     tensor_parallel_size: Annotated[
         int, _engine("--tensor-parallel-size", "--tp", "-tp", help="GPUs (or processes) that share the model.")
-    ] = 1,
+    ] = EngineConfig.tensor_parallel_size,
     tp_timeout: Annotated[
         float, _engine("--tp-timeout", help="Seconds that these processes wait for each other.")
-    ] = 120.0,
-    max_num_seqs: Annotated[int, _engine("--max-num-seqs", help="Sequences that run at the same time.")] = 256,
+    ] = EngineConfig.tp_timeout,
+    max_num_seqs: Annotated[
+        int, _engine("--max-num-seqs", help="Sequences that run at the same time.")
+    ] = EngineConfig.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int, _engine("--max-num-batched-tokens", help="Tokens of one step, prefill and decode together.")
-    ] = 8192,
+    ] = EngineConfig.max_num_batched_tokens,
     max_prefill_chunk: Annotated[
         int | None, _engine("--max-prefill-chunk", help="Longest piece of a prompt in one step.")
     ] = None,
@@ -121,16 +123,16 @@ def engine_options(
     ] = None,
     gpu_memory_utilization: Annotated[
         float, _engine("--gpu-memory-utilization", help="Part of the GPU's memory that may be used.")
-    ] = 0.90,
+    ] = EngineConfig.gpu_memory_utilization,
     enable_prefix_caching: Annotated[
         bool,
         _engine("--enable-prefix-caching/--no-enable-prefix-caching", help="Share the KV blocks of equal prefixes."),
-    ] = True,
-    schedule: Annotated[SchedulePolicy, _engine("--schedule", help="What a step may hold.")] = "mixed",
-    enforce_eager: Annotated[bool, _engine("--enforce-eager", help="No CUDA graphs.")] = False,
-    attention: Annotated[AttentionChoice, _engine("--attention", help="Attention back end.")] = "auto",
-    kernels: Annotated[KernelChoice, _engine("--kernels", help="Kernel set.")] = "auto",
-    seed: Annotated[int, _engine("--seed", help="Seed of the random numbers.")] = 0,
+    ] = EngineConfig.enable_prefix_caching,
+    schedule: Annotated[SchedulePolicy, _engine("--schedule", help="What a step may hold.")] = EngineConfig.schedule,
+    enforce_eager: Annotated[bool, _engine("--enforce-eager", help="No CUDA graphs.")] = EngineConfig.enforce_eager,
+    attention: Annotated[AttentionChoice, _engine("--attention", help="Attention back end.")] = EngineConfig.attention,
+    kernels: Annotated[KernelChoice, _engine("--kernels", help="Kernel set.")] = EngineConfig.kernels,
+    seed: Annotated[int, _engine("--seed", help="Seed of the random numbers.")] = EngineConfig.seed,
 ) -> EngineConfig:
     source = ctx.get_parameter_source("model")
     if model_argument is not None:
