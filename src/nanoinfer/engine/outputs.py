@@ -64,5 +64,5 @@ class OutputDelta:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # set on the last delta of a sample
+    finish_reason: str | None = None  # set on the last delta of a sample that is streamed
     output: RequestOutput | None = None  # set on the last delta of the whole request

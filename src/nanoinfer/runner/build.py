@@ -37,7 +37,10 @@ LoadWeights = Callable[[Mapping[str, WeightSlot]], None]
 
 @dataclass(frozen=True)
 class DataPlane:
-    """A runner and what was decided on the way to it. `max_model_len` is the model's own limit, in tokens."""
+    """A runner and what was decided on the way to it.
+
+    `max_model_len` is the model's limit in tokens, or a lower one that was asked for; the pool may hold fewer.
+    """
 
     runner: Runner
     overlap: bool  # whether a step may be submitted before the last one's result is known
