@@ -159,15 +159,12 @@ class Scheduler:
         step.ended.append(seq)
 
     def _preempt(self, seq: Sequence, step: ScheduledStep) -> None:
-        self._put_back(seq)
-        seq.num_preemptions += 1
-        step.preemptions += 1
-
-    def _put_back(self, seq: Sequence) -> None:
         self._release(seq)
         self.running.remove(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
+        seq.num_preemptions += 1
+        step.preemptions += 1
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int) -> None:
         """Spend `budget` tokens on prefill chunks: running sequences that are half-way first, then waiting ones."""
