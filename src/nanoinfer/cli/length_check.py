@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from nanoinfer.cli.batch_input import Batch
+from nanoinfer.cli.prompt_fields import Prompt
 from nanoinfer.cli.prompts_file import BadLine, Entry, PromptRequest
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import RequestError
@@ -16,8 +17,6 @@ from nanoinfer.errors import RequestError
 SHORT_BYTES = 1024
 # What a chat template writes around each message, generously.
 TEMPLATE_BYTES = 256
-
-Prompt = str | list[int] | list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from nanoinfer.engine.chat_template import check_messages
 from nanoinfer.errors import RequestError
 
 Form = Literal["flat", "text", "chat", "completion"]  # chat and completion: in OpenAI's envelope
+Prompt = str | list[int] | list[dict[str, Any]]  # raw text, token ids, or messages for the chat template
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 _SAMPLING = tuple(f.name for f in dataclass_fields(SamplingParams))
@@ -142,7 +143,7 @@ def _unknown(name: str) -> str:
     return f"unknown field '{name}'; {hint}"
 
 
-def _take_prompt(body: dict[str, Any]) -> str | list[int] | list[dict[str, Any]]:
+def _take_prompt(body: dict[str, Any]) -> Prompt:
     if "prompt" in body and "messages" in body:
         raise BadFieldError("both 'prompt' and 'messages' are given; keep one of them.")
     if "prompt" not in body and "messages" not in body:

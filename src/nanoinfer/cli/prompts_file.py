@@ -15,6 +15,7 @@ from nanoinfer.cli.prompt_fields import (
     CHAT_URL,
     BadFieldError,
     Form,
+    Prompt,
     parse_batch_line,
     parse_flat_line,
 )
@@ -32,7 +33,7 @@ class PromptRequest:
     index: int
     line: int
     id: str | int
-    prompt: str | list[int] | list[dict[str, Any]]  # raw text, token ids, or messages for the chat template
+    prompt: Prompt
     form: Form = "flat"
     id_key: str = "custom_id"
     sampling: dict[str, Any] = field(default_factory=dict)
