@@ -54,8 +54,8 @@ class PrefixBreaks:
 
     def __init__(self, prompts: Mapping[str, Sequence[int]], block_size: int) -> None:
         self._block_size = block_size
-        self._prompts = [list(tokens) for tokens in prompts.values()]
-        self._position = {request_id: i for i, request_id in enumerate(prompts)}
+        self._ids, self._prompts = list(prompts), list(map(list, prompts.values()))
+        self._position = {request_id: i for i, request_id in enumerate(self._ids)}
         self._chains = [self._chain(tokens) for tokens in self._prompts]
         self._behind: dict[int, list[int]] = {}  # hash of a chain of blocks -> the prompts that begin with it
         for i, chain in enumerate(self._chains):
@@ -85,7 +85,7 @@ class PrefixBreaks:
         )
         if not common:
             return PrefixBreak("answer" if cached else "first", cached)
-        request_id = next(each for each, position in self._position.items() if position == other)
+        request_id = self._ids[other]
         why: Why = "gone" if common >= cached + size else "short" if common < size else "differs"
         return PrefixBreak(why, common, names.get(request_id, request_id))
 

@@ -229,11 +229,7 @@ class Tokenizer:
     @property
     def supports_thinking(self) -> bool:
         """Whether the chat template heeds `enable_thinking`."""
-        return self.template_mentions("enable_thinking")
-
-    def template_mentions(self, option: str) -> bool:
-        """Whether the chat template reads a variable; an option that it does not read has no effect."""
-        return self.has_chat_template and option in self._template.names
+        return self.has_chat_template and "enable_thinking" in self._template.names
 
     @cached_property
     def _template(self) -> ChatTemplate:
