@@ -16,6 +16,7 @@ from nanoinfer.cli.version import environment
 from nanoinfer.engine.latency import gaps_ms, latencies_ms
 
 if TYPE_CHECKING:
+    from nanoinfer.engine.events import FinishedSequence
     from nanoinfer.engine.info import DeviceLimits, EngineInfo
     from nanoinfer.engine.latency import Distribution
     from nanoinfer.engine.metrics import Metrics
@@ -48,7 +49,7 @@ def run_result(metrics: Metrics, load: LoadResult, log: StepLog, cost: StepCost)
     }
     latencies = metrics.run_latencies()
     for key, name in LATENCIES.items():
-        result |= _latency_keys(key, getattr(latencies, name), _values(metrics, name))
+        result |= _latency_keys(key, getattr(latencies, name), _values(done, name))
     if goodput.slos:
         result["goodput_slos_ms"] = {slo.metric: slo.limit_ms for slo in goodput.slos}
         result["slo_attainment"] = goodput.attainment
@@ -86,12 +87,11 @@ def _phase(phase: Phase) -> Result:
     }
 
 
-def _values(metrics: Metrics, name: str) -> list[float]:
+def _values(sequences: Sequence[FinishedSequence], name: str) -> list[float]:
     """All values of a latency, which the standard deviation needs."""
-    done = [sequence for sequence in metrics.sequences if sequence.succeeded]
     if name == "itl":
-        return [float(gap) for sequence in done for gap in gaps_ms(sequence)]
-    values = [latencies_ms(sequence)[name] for sequence in done]
+        return [float(gap) for sequence in sequences for gap in gaps_ms(sequence)]
+    values = [latencies_ms(sequence)[name] for sequence in sequences]
     return [value for value in values if value is not None]
 
 
