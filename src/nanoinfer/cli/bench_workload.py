@@ -43,7 +43,7 @@ def read_dataset(options: BenchOptions) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class Workload:
-    """The options with everything decided; `requests(seed)` draws it."""
+    """The options with everything decided; `requests` draws it."""
 
     options: BenchOptions
     num_prompts: int
@@ -83,9 +83,8 @@ class Workload:
             return self.options.temperature
         return NANO_VLLM_TEMPERATURE if self.options.preset == "nano-vllm" else 1.0
 
-    def requests(self, seed: int, count: int | None = None, rate: float = math.inf) -> list[BenchRequest]:
-        """`count` requests (all by default) that arrive `rate` times a second; a trace has its own arrivals."""
-        count = count or self.num_prompts
+    def requests(self, seed: int, count: int, rate: float = math.inf) -> list[BenchRequest]:
+        """`count` requests that arrive `rate` times a second; a trace has its own arrivals."""
         drawn = self._draw(seed, count)
         if len(drawn) < count:
             raise UserError(
