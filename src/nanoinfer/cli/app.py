@@ -86,8 +86,8 @@ def _serve_as_rank() -> None:
 
 
 def main(arguments: list[str] | None = None, services: Services | None = None) -> None:
-    """Entry point; leaves through SystemExit with the exit code. `services` is for tests, and so are `arguments`, whose
-    caller goes on afterwards."""
+    """Entry point; leaves through SystemExit with the exit code. `arguments` and `services` are for tests, whose
+    process goes on afterwards."""
     if os.environ.get("RANK", "0") != "0":
         _serve_as_rank()
     words = tuple(sys.argv[1:] if arguments is None else arguments)

@@ -59,8 +59,8 @@ def complete_sweep(arguments: list[str]) -> list[str]:
 
 
 def _are_levels(word: str) -> bool:
-    """Whether a word behind --sweep is meant as its levels, well-formed or not; if not, it is an option or the model,
-    of which those with a slash may begin with a digit."""
+    """Whether a word behind --sweep is meant as its levels, well-formed or not. Otherwise it is an option, or a model,
+    whose name may begin with a digit if it has a slash."""
     if not word or _LEVELS.fullmatch(word):
         return True
     return bool(_MEANT_AS_LEVELS.match(word)) and not os.path.exists(os.path.expanduser(word))

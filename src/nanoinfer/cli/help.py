@@ -40,8 +40,8 @@ class PanelCommand(_Panels, TyperCommand):
                 parameter.value_from_envvar = partial(_lines_of_variable, parameter)  # type: ignore[method-assign]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """A wrong value is refused in plain words, and with the place where it was set if it was not typed; a second
-        file of prompts is, since only the last would be read."""
+        """Refuses a wrong value in plain words, with the place where it was set if it was not typed, and a second file
+        of prompts, since only the last would be read."""
         words = list(args)  # the parser takes them out of `args`
         try:
             rest = list(super().parse_args(ctx, args))

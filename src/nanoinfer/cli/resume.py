@@ -121,7 +121,8 @@ def finished_output(output: Path, batch: Batch) -> Finished | None:
     or if a run left a partial file."""
     if not output.is_file() or partial_path(output).exists():
         return None
-    left: dict[str, list[int]] = {}  # of an id that comes again, the first may have an answer and the others none
+    # Where an id comes again, its first line may have an answer, and the others only errors.
+    left: dict[str, list[int]] = {}
     for entry in batch.entries:
         left.setdefault(f"{entry.id_key} {entry.id}", []).append(entry.index)
     finished = Finished({}, {})

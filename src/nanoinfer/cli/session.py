@@ -43,8 +43,8 @@ def find_limits(config: EngineConfig) -> PromptLimits | None:
 
 @contextmanager
 def _garbage_collector_off() -> Iterator[None]:
-    """For imports and the load, which leave no garbage: looking for it would take a tenth of their time. Afterwards
-    nothing of what is there then is looked at any more, which also spares the steps of the engine long pauses."""
+    """For imports and the load, which leave no garbage: looking for it would take a tenth of their time. What is there
+    at the end stays out of every later search, which spares the engine's steps long pauses."""
     gc.disable()
     try:
         yield

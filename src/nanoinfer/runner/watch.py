@@ -95,8 +95,8 @@ class Watch:
                 is_over = True
 
     def _deliver(self, held: list[int]) -> None:
-        """Raise again what arrived during the step. `held` is what Python's handler has heard: several as one while the
-        main thread was deaf. Each of those has left a byte."""
+        """Raise again what arrived during the step. Of several equal signals that came while the main thread was deaf,
+        Python's handler has heard one (in `held`), but each has left a byte."""
         arrived = self._read_signals()
         if arrived or held:
             with ExitStack() as stack:
