@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +70,10 @@ class Bench:
         """
         options, info = self.options, self.llm.info
         if options.warmup is not None or info.device == "cpu":
-            self._send(min(options.warmup if options.warmup is not None else 1, self._most), None)
+            count = 1 if options.warmup is None else options.warmup
+            if self.workload.entries:
+                count = min(count, self.workload.num_prompts)  # a file does not have more
+            self._send(count, None)
             return
         self._send(min(load.count, info.max_num_seqs), None, drain=True)
         self.warm_up_again(load)
@@ -82,11 +84,6 @@ class Bench:
         limit = load.max_concurrency or one_by_one
         if limit is not None and self.options.warmup is None and self.llm.info.device != "cpu":
             self._send(min(load.count, max(2 * limit, LEAST_ALONE)), limit)
-
-    @property
-    def _most(self) -> int:
-        """Requests that a warm-up can have: a file does not have more."""
-        return self.workload.num_prompts if self.workload.entries else sys.maxsize
 
     def _send(self, count: int, limit: int | None, *, drain: bool = False) -> None:
         """`count` requests, `limit` at a time, with short answers, or such that every batch size comes up (`drain`).
