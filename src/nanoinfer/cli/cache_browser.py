@@ -12,7 +12,7 @@ from nanoinfer.cli.cache_steps import Recording, log_problems
 from nanoinfer.cli.command import ENGINE_FAILURE, OK
 from nanoinfer.cli.session import Session
 from nanoinfer.engine.event_log import read_event_log
-from nanoinfer.ui.glyphs import ASCII, UNICODE, Glyphs
+from nanoinfer.ui.glyphs import Glyphs, glyphs_of
 from nanoinfer.ui.text import one_line, plural
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def report_events(session: Session, path: Path, step: int | None, *, top: int) -
     """Returns the exit code: 1 if the recording contradicts itself."""
     log = read_event_log(path)
     recording, problems = Recording(path.name, log), log_problems(log)
-    glyphs = ASCII if session.console.ascii else UNICODE
+    glyphs = glyphs_of(session.console)
     if log.torn:
         session.console.warn(f"the last line of {path} was cut off and is left out.")
     position = recording.position(step if step is not None else -1)

@@ -16,7 +16,7 @@ from nanoinfer.cli.monitor import Monitor
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig, SamplingParams
 from nanoinfer.errors import UserError
-from nanoinfer.ui.glyphs import ASCII, UNICODE
+from nanoinfer.ui.glyphs import glyphs_of
 
 if TYPE_CHECKING:
     from nanoinfer.engine.cache_snapshot import CacheSnapshot
@@ -53,7 +53,7 @@ def run_inspection(
         with display, monitor.also(watch.observe, after_tick=display.tick):
             run.run(session.interrupts, monitor.tick)
         decode = llm.tokenizer.decode if show_text and llm.tokenizer is not None else None
-        problems = _report(session, llm, watch, batch, Look(top, decode, ASCII if session.console.ascii else UNICODE))
+        problems = _report(session, llm, watch, batch, Look(top, decode, glyphs_of(session.console)))
     if problems:
         session.console.error("the cache's own checks failed; this is a defect in nanoinfer.")
         return ENGINE_FAILURE

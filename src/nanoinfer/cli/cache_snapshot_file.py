@@ -13,7 +13,7 @@ from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig
 from nanoinfer.engine.cache_snapshot import CacheSnapshot
 from nanoinfer.errors import UserError
-from nanoinfer.ui.glyphs import ASCII, UNICODE
+from nanoinfer.ui.glyphs import glyphs_of
 
 
 def report_snapshot(session: Session, config: EngineConfig, path: Path, *, top: int, show_text: bool) -> int:
@@ -24,7 +24,7 @@ def report_snapshot(session: Session, config: EngineConfig, path: Path, *, top: 
         session.show(json.dumps(snapshot_as_document(report, problems, snapshot.engine), indent=2))
     else:
         decode = _decoder(config, snapshot) if show_text else None
-        look = Look(top, decode, ASCII if session.console.ascii else UNICODE)
+        look = Look(top, decode, glyphs_of(session.console))
         session.show(snapshot_as_text(report, problems, snapshot.engine, look))
     if problems:
         session.console.error(f"{path} does not hold together: the file was changed, or nanoinfer has a defect.")

@@ -15,7 +15,7 @@ from nanoinfer.cli.line_reader import PATH, Words
 from nanoinfer.errors import UserError
 from nanoinfer.ui import text
 from nanoinfer.ui.display import to_terminal
-from nanoinfer.ui.glyphs import ASCII, UNICODE
+from nanoinfer.ui.glyphs import glyphs_of
 from nanoinfer.ui.panels import cache_panel, stats_panel
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _cache(chat: Chat, argument: str) -> None:
 
 def _panel(chat: Chat, panel: Callable[..., Text]) -> None:
     console = chat.console
-    shown = panel(chat.snapshot(), min(chat.columns, 100) - 1, ASCII if console.ascii else UNICODE)
+    shown = panel(chat.snapshot(), min(chat.columns, 100) - 1, glyphs_of(console))
     console.styled(to_terminal(shown, colour=console.colour))
 
 

@@ -14,7 +14,7 @@ from nanoinfer.cli.interrupts import Interrupts
 from nanoinfer.cli.options import DisplayOptions
 from nanoinfer.config import EngineConfig
 from nanoinfer.loading import Notify
-from nanoinfer.ui.console import Console, in_ascii
+from nanoinfer.ui.console import Console, in_ascii, takes_unicode
 from nanoinfer.ui.loading import LoadingDisplay
 from nanoinfer.ui.text import byte_size, count
 
@@ -81,8 +81,7 @@ class Session:
     def show(self, report: str) -> None:
         """Print a command's result; in ASCII where that was asked for or standard output takes nothing else."""
         self.console.clear_status()
-        plain = self.console.ascii or not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-        print(in_ascii(report) if plain else report)
+        print(report if takes_unicode(sys.stdout) and not self.console.ascii else in_ascii(report))
 
     @contextmanager
     def llm(self, config: EngineConfig) -> Iterator[LLM]:

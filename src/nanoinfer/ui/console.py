@@ -25,6 +25,10 @@ def colour_wanted(stream: TextIO, no_color: bool) -> bool:
     return not no_color and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
+def takes_unicode(stream: TextIO) -> bool:
+    return (stream.encoding or "utf-8").lower().startswith("utf")
+
+
 class Console:
     """Writes notes, warnings, errors and one status line to a stream. Text from outside is made harmless.
 
@@ -39,7 +43,7 @@ class Console:
         self.quiet = quiet
         self.colour = colour_wanted(self.stream, no_color)
         self.is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
-        self.ascii = ascii or not (self.stream.encoding or "utf-8").lower().startswith("utf")
+        self.ascii = ascii or not takes_unicode(self.stream)
         # Takes away what else moves on this terminal, before a line is written.
         self.before_output: Callable[[], None] = lambda: None
         self._status_shown = False

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
+from nanoinfer.ui.console import Console
+
 Piece = tuple[str, str]  # text and its Rich style
 
 
@@ -25,6 +27,11 @@ class Glyphs:
 
 UNICODE = Glyphs(bar=("█", "▓", "░"), peak="┃", spark="▁▂▃▄▅▆▇█", dot="·", at_most="≤", ellipsis="…")
 ASCII = Glyphs(bar=("#", "=", "."), peak="|", spark="_.:-=+*#", dot="-", at_most="<=", ellipsis="~")
+
+
+def glyphs_of(console: Console) -> Glyphs:
+    """Those that it can show, or was asked to keep to (--ascii)."""
+    return ASCII if console.ascii else UNICODE
 
 
 # Characters of one column: all below Hangul (combining ones are counted too much, which does no harm), and our own.

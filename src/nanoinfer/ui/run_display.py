@@ -10,7 +10,7 @@ from typing import Self
 from nanoinfer.engine.events import EventStream, StepEvent, Subscription
 from nanoinfer.ui.console import LOG_INTERVAL_S, Console
 from nanoinfer.ui.display import MAX_ROWS, frame, to_terminal
-from nanoinfer.ui.glyphs import ASCII, UNICODE
+from nanoinfer.ui.glyphs import glyphs_of
 from nanoinfer.ui.keyboard import typing_hidden
 from nanoinfer.ui.live import LiveThread, Screen
 from nanoinfer.ui.plain import UiChoice, choose_ui, status_line
@@ -50,7 +50,7 @@ class RunDisplay:
         self._warning = warning
         self._keep = keep
         self._one_line = one_line
-        self._glyphs = ASCII if console.ascii else UNICODE
+        self._glyphs = glyphs_of(console)
         self._events = events
         self._observed = observed
         self._subscription: Subscription | None = None
