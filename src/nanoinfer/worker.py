@@ -26,9 +26,12 @@ from nanoinfer.runner.openmp import wait_briefly
 from nanoinfer.runner.torchrun import Launch, connect, rendezvous
 
 if TYPE_CHECKING:
+    import torch
+
     from nanoinfer.engine.batch import StepHandle
     from nanoinfer.models.weights import WeightSlot
     from nanoinfer.runner.build import DataPlane
+    from nanoinfer.runner.worst_step import MemoryMark
 
 LOOK_S = 1.0  # how often a rank that hears nothing looks at its GPU
 MAX_IN_FLIGHT = 2  # as many steps as rank 0 has under way: LLMEngine's _max_in_flight, and the one it has just launched
@@ -99,7 +102,7 @@ def _serve(channel: Channel, launch: Launch | None, store: Any) -> None:
         group.close()
 
 
-def _next_message(channel: Channel, in_flight: deque[StepHandle], device: Any) -> tuple[int, bytes]:
+def _next_message(channel: Channel, in_flight: deque[StepHandle], device: torch.device) -> tuple[int, bytes]:
     """Of rank 0, which may be waiting for a step that has failed on this rank's GPU: then it is raised here.
 
     Only steps that nobody waits for would not be noticed otherwise.
@@ -112,7 +115,7 @@ def _next_message(channel: Channel, in_flight: deque[StepHandle], device: Any) -
     return channel.receive()
 
 
-def _build(channel: Channel, setup: dict[str, Any], device: Any, group: Any, start: Any) -> DataPlane:
+def _build(channel: Channel, setup: dict[str, Any], device: torch.device, group: Any, start: MemoryMark) -> DataPlane:
     from nanoinfer.loading.folder import read_model_config
     from nanoinfer.loading.weights import fill_weights
     from nanoinfer.runner.build import build_data_plane
