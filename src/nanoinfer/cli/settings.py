@@ -38,14 +38,16 @@ def read_settings(path: Path, spellings: Mapping[str, Mapping[str, str]]) -> dic
         raise ConfigError(f"cannot read {path}: {error}.") from error
     defaults: dict[str, dict[str, Any]] = {command: {} for command in spellings}
     for name, value in settings.items():
-        tables = [name] if isinstance(value, dict) else list(spellings)
-        entries = value.items() if isinstance(value, dict) else [(name, value)]
-        if isinstance(value, dict) and name not in spellings:
+        if not isinstance(value, dict):
+            commands, entries = list(spellings), {name: value}
+        elif name in spellings:
+            commands, entries = [name], value
+        else:
             raise ConfigError(f"{path}: there is no command '{name}'; the tables are {', '.join(spellings)}.")
-        for key, entry in entries:
-            takers = [command for command in tables if _canonical(key) in spellings[command]]
+        for key, entry in entries.items():
+            takers = [command for command in commands if _canonical(key) in spellings[command]]
             if not takers:
-                raise ConfigError(f"{path}: {_unknown(key, tables, spellings)}")
+                raise ConfigError(f"{path}: {_unknown(key, commands, spellings)}")
             for command in takers:
                 # A command's own table comes after the top level in the file (TOML), so it wins.
                 # A fraction is passed as text: typer 0.27 makes an int of the number 2.5 without a word.
