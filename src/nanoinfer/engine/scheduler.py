@@ -112,7 +112,7 @@ class Scheduler:
         while i < len(self.running):
             seq = self.running[i]
             position = seq.num_computed_tokens
-            # In its prompt, or with several tokens to compute; or its last token is on its way.
+            # Not where it is in its prompt, has several tokens to compute, or waits for its last token to arrive.
             if position < seq.prompt_len or seq.num_tokens - position != 1 or seq.num_tokens >= seq.max_len:
                 i += 1
                 continue
@@ -169,7 +169,7 @@ class Scheduler:
     def _schedule_prefills(self, step: ScheduledStep, budget: int) -> None:
         """Spend `budget` tokens on prefill chunks: running sequences that are half-way first, then waiting ones."""
         for seq in self.running:
-            # In its prompt, or with several tokens to compute; the others decode.
+            # Those that are in their prompt or have several tokens to compute; the others decode.
             if seq.num_computed_tokens < seq.prompt_len or seq.num_tokens - seq.num_computed_tokens != 1:
                 if not budget:
                     break
