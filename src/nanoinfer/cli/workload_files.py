@@ -22,7 +22,7 @@ TRACE_BLOCK = 512
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ShareGPTConversation:
     """A ShareGPT conversation's first question, and the answer whose length is asked for again."""
 
     question: str
@@ -50,7 +50,7 @@ class TraceRequest:
 # -- reading: before the model is loaded -------------------------------------------------------------------------------
 
 
-def read_sharegpt(path: Path) -> list[Conversation]:
+def read_sharegpt(path: Path) -> list[ShareGPTConversation]:
     """The conversations with at least two turns; UserError if the file is not ShareGPT's JSON list."""
     try:
         data = json.loads(_read(path))
@@ -63,7 +63,7 @@ def read_sharegpt(path: Path) -> list[Conversation]:
         turns = entry.get("conversations", []) if isinstance(entry, dict) else []
         texts = [str(turn["value"]) for turn in turns[:2] if isinstance(turn, dict) and "value" in turn]
         if len(texts) == 2:
-            found.append(Conversation(*texts))
+            found.append(ShareGPTConversation(*texts))
     if not found:
         raise UserError(f"{path} has no conversation of two turns (conversations: [{{value}}, {{value}}, ...]).")
     return found
@@ -139,7 +139,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def sharegpt_requests(
-    conversations: list[Conversation], count: int, outputs: LengthRange | None, encode: Encode, seed: int
+    conversations: list[ShareGPTConversation], count: int, outputs: LengthRange | None, encode: Encode, seed: int
 ) -> list[BenchRequest]:
     """Up to `count` conversations in a shuffled order; the answers' own lengths unless `outputs` are given."""
     rng = random.Random(seed)
