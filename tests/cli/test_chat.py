@@ -198,7 +198,7 @@ def test_a_full_context_is_told_and_the_chat_goes_on(nanoinfer: Program) -> None
     result = nanoinfer("chat", stdin="short\n" + "x" * 90 + "\nagain\n")
     assert result.code == 3
     assert result.out == "SHORT\nAGAIN\n"
-    assert "but this model takes 100" in result.err
+    assert "but this engine takes 100" in result.err
     assert "The message was taken back." in result.err
     assert messages(nanoinfer, -1) == "<user>short<assistant>SHORT<user>again<assistant>"
 

@@ -160,7 +160,7 @@ class LLMEngine:
             raise RequestError("stop strings need a tokenizer, and this model has none.", "no_tokenizer")
         if length + 1 > self._max_model_len:
             raise RequestError(
-                f"the prompt has {length} tokens, but this model takes {self._max_model_len} with at least one "
+                f"the prompt has {length} tokens, but this engine takes {self._max_model_len} with at least one "
                 "for the answer; shorten it.",
                 "prompt_too_long",
             )
