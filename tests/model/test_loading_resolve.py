@@ -297,6 +297,15 @@ def test_a_download_for_random_weights_leaves_the_weights_out(server: type[Hub])
     assert {p.name for p in folder.iterdir()} == {"config.json", "tokenizer.json"}
 
 
+def test_a_download_has_all_files_of_an_older_tokenizer(server: type[Hub]) -> None:
+    del server.files["tokenizer.json"]
+    wanted = {"tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"}
+    server.files.update(dict.fromkeys({*wanted, "README.md", "tf_model.h5"}, b"{}"))
+    folder = fetch_model("org/name", weights=False)
+    assert {p.name for p in folder.iterdir()} == {"config.json", *wanted}
+    assert has_tokenizer(folder)
+
+
 def test_a_hub_model_without_safetensors_says_so(server: type[Hub]) -> None:
     del server.files["model.safetensors"]
     assert "no config.json with complete .safetensors weights" in refusal("org/name")

@@ -12,7 +12,10 @@ from nanoinfer.errors import ModelError
 from nanoinfer.loading import Notify, silent
 from nanoinfer.loading.folder import has_weights
 
-_SMALL_FILES = ["config.json", "generation_config.json", "tokenizer*.json", "chat_template*"]
+_SMALL_FILES = [
+    "config.json", "generation_config.json", "chat_template*", "tokenizer*.json", "special_tokens_map.json",
+    "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json",  # of older tokenizers
+]  # fmt: skip
 _WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json"]
 # Sub-folders and Mistral's "consolidated" files hold the same weights again for other frameworks.
 _UNUSED = ["*/*", "consolidated*"]
