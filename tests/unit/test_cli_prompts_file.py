@@ -139,7 +139,9 @@ def test_fields_that_nanoinfer_does_not_honour_are_refused_by_name(field: str) -
         ('{"prompt": NaN}', "NaN is not a JSON value."),
         ('{"prompt": "a", "prompt": "b"}', "the field 'prompt' is given twice."),
         ('{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15."),
+        ('{"prompt": "a', "not JSON: Unterminated string starting at column 12."),
         ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "x", "metadata": ' + "[" * 100 + "]" * 100 + "}", "are nested more than 100 levels deep."),
         ("[" * 100_000, "not JSON that can be read"),
         ('{"max_tokens": ' + "9" * 5000 + "}", "not JSON that can be read"),
     ],
@@ -170,6 +172,37 @@ def test_generated_ids_count_as_duplicates_too() -> None:
     first, second = parse({"id": "line-2", "prompt": "x"}, {"prompt": "y"})
     assert isinstance(first, PromptRequest)
     assert isinstance(second, BadLine)
+
+
+def test_the_record_of_a_duplicate_has_an_id_of_its_own() -> None:
+    """A reader that looks answers up by id found the error instead of the answer."""
+    entries = parse(
+        {"id": "line-3", "prompt": "x"}, {"id": "a", "prompt": "y"}, {"id": "a", "prompt": "z"}, batch({"messages": HI})
+    )
+    assert [entry.id for entry in entries] == ["line-3", "a", "line-3-again", "line-4"]
+    assert [entry.id_key for entry in entries[2:]] == ["id", "custom_id"]
+
+
+def test_lines_may_be_nested_as_deep_as_records_can_be_written() -> None:
+    """Depths near Python's own limit were read, and ended the run when their record was written."""
+    for depth in (99, 100, 330, 900, 970, 990, 1000):
+        [entry] = parse('{"prompt": "x", "metadata": ' + '{"a":' * depth + "1" + "}" * (depth + 1))
+        assert isinstance(entry, PromptRequest if depth < 100 else BadLine)
+    assert one({"prompt": [1, 2], "metadata": [[{}]] * 200})
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ('[{"prompt": "a"}]', "the prompts are a JSON list; .* on a line of its own .jq -c '"),
+        ('[\n{"prompt": "a"},\n{"prompt": "b"}\n]\n', "the prompts are a JSON list"),
+        ('{\n"prompt": "a"\n}\n', "are one JSON object over several lines; .* .jq -c . does that"),
+    ],
+)
+def test_a_document_is_refused_as_a_whole(document: str, message: str) -> None:
+    """Of a list over several lines, the one line that happened to be an object was answered."""
+    with pytest.raises(UserError, match=message):
+        parse_prompts(document.encode(), "jsonl", DEFAULTS)
 
 
 def test_lines_end_at_newline_only_and_blank_lines_are_skipped() -> None:

@@ -14,6 +14,7 @@ from nanoinfer.ui.console import Console
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
 
+LONGEST_PROBLEM = 400  # characters: a message may quote what the line holds
 # Beyond this share of answers cut at their limit, the limit is probably not what the person meant.
 MANY_CUT = 0.05
 
@@ -26,7 +27,7 @@ def report_problems(console: Console, batch: Batch) -> None:
     if not bad:
         return
     console.warn(f"{batch.name}: {len(bad)} of {text.plural(len(batch.entries), 'line')} cannot run:")
-    console.more_of([f"line {line.line}: {line.message}" for line in bad])
+    console.more_of([f"line {line.line}: {text.one_line(line.message, LONGEST_PROBLEM)}" for line in bad])
 
 
 def validation(batch: Batch) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 from nanoinfer.cli.prompt_fields import (
@@ -24,6 +24,10 @@ from nanoinfer.engine.chat_template import json_kind
 from nanoinfer.errors import ConfigError, UserError
 
 FileKind = Literal["jsonl", "text"]
+
+# Levels of lists and objects in a line. Python's own limit depends on where it is reached: what can be read here might
+# be too deep to be written as a record.
+MAX_NESTING = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def sniff(name: str, data: bytes) -> FileKind:
 def parse_prompts(data: bytes, kind: FileKind, defaults: SamplingParams) -> list[Entry]:
     """All lines that are not blank, in order. `defaults` are what a line's own sampling options are checked with.
 
-    Raises UserError if the file as a whole cannot be text in UTF-8.
+    Raises UserError if the file as a whole cannot be text in UTF-8, or is one JSON document instead of lines.
     """
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError("the prompts are in UTF-16; save them as UTF-8.")
@@ -93,9 +97,32 @@ def parse_prompts(data: bytes, kind: FileKind, defaults: SamplingParams) -> list
             first = first_line_of.setdefault(str(entry.id), line)
             if first != line and isinstance(entry, PromptRequest):
                 message = f"the id '{entry.id}' is already used on line {first}; give every line its own."
-                entry = entry.refused(message, "duplicate_id")
+                entry = replace(entry.refused(message, "duplicate_id"), id=_free_id(line, first_line_of))
         entries.append(entry)
+    if kind == "jsonl" and entries and isinstance(entries[0], BadLine):
+        _refuse_document(data, len(entries))
     return entries
+
+
+def _free_id(line: int, first_line_of: dict[str, int]) -> str:
+    """An id for the record of a line whose own one names another record; from now on it is taken."""
+    name = f"line-{line}"
+    while name in first_line_of:
+        name += "-again"
+    first_line_of[name] = line
+    return name
+
+
+def _refuse_document(data: bytes, lines: int) -> None:
+    """UserError if `data` is a JSON list of objects, or one object over several lines."""
+    try:
+        document = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return
+    is_list = isinstance(document, list) and any(isinstance(item, dict) for item in document)
+    if is_list or (isinstance(document, dict) and lines > 1):
+        what, program = ("a JSON list", "jq -c '.[]'") if is_list else ("one JSON object over several lines", "jq -c .")
+        raise UserError(f"the prompts are {what}; put each prompt's object on a line of its own ({program} does that).")
 
 
 def prompts_from_texts(texts: list[str]) -> list[Entry]:
@@ -161,10 +188,12 @@ def _json_object(text: str) -> dict[str, Any]:
     """The line's JSON object; BadFieldError says what is wrong and in which column."""
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicate_keys, parse_constant=_no_constant)
+        if text.count("[") + text.count("{") > MAX_NESTING:
+            _refuse_deep(value)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise BadFieldError(f"not JSON: {error.msg} at column {error.colno}.") from None
+        raise BadFieldError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}.") from None
     except UnicodeEncodeError:
         raise BadFieldError(
             "a string holds half of a surrogate pair (\\ud800 to \\udfff), which is no character."
@@ -174,6 +203,15 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadFieldError(f"the line must hold a JSON object, not {json_kind(value)}.")
     return value
+
+
+def _refuse_deep(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+    if any(isinstance(item, dict | list) for item in level):
+        raise BadFieldError(f"lists and objects are nested more than {MAX_NESTING} levels deep.")
 
 
 def _no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
