@@ -205,11 +205,14 @@ def test_a_bare_sweep_is_auto() -> None:
     assert complete_sweep(["--sweep", "rate:0.5"]) == ["--sweep", "rate:0.5"]
     assert complete_sweep(["--sweep", "folder/1"]) == ["--sweep", "auto", "folder/1"]
     assert complete_sweep(["--sweep", "01-ai/Yi-6B"]) == ["--sweep", "auto", "01-ai/Yi-6B"]
+    assert complete_sweep(["--sweep", "smollm2"]) == ["--sweep", "auto", "smollm2"]
     assert complete_sweep(["--sweep", "--goodput=ttft:200"]) == ["--sweep", "auto", "--goodput=ttft:200"]
     assert complete_sweep([]) == []
 
 
-@pytest.mark.parametrize("word", ["rate:inf", "1,", "rate:1e9", "", "rate:", "1,x", "2x", "-1", ",", "rate:1/2"])
+@pytest.mark.parametrize(
+    "word", ["rate:inf", "1,", "rate:1e9", "", "rate:", "1,x", "2x", "-1", ",", "rate:1/2", "x", "fast"]
+)
 def test_what_looks_like_levels_is_not_taken_for_the_model(word: str) -> None:
     assert complete_sweep(["--sweep", word, "-q"]) == ["--sweep", word, "-q"]
 

@@ -14,10 +14,11 @@ from nanoinfer.cli.help import PanelCommand
 from nanoinfer.cli.session import Session
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import UserError
+from nanoinfer.loading.resolve import BUILTIN_MODEL
 
 _SLO = re.compile(r"[a-z0-9_]+:[0-9.]+")
 _LEVELS = re.compile(r"auto|([a-z]+:)?[0-9.]+(,[0-9.]+)*")
-_MEANT_AS_LEVELS = re.compile(r"-?[0-9][^/]*$|[^-].*[:,]|[:,]")
+_MEANT_AS_LEVELS = re.compile(r"-?[0-9][^/]*$|[^-].*[:,]|[:,]|[^-/][^/]*$")
 
 
 class BenchCommand(PanelCommand):
@@ -59,10 +60,12 @@ def complete_sweep(arguments: list[str]) -> list[str]:
 
 
 def _are_levels(word: str) -> bool:
-    """Whether a word behind --sweep is meant as its levels, well-formed or not. Otherwise it is an option, or a model,
-    whose name may begin with a digit if it has a slash."""
+    """Whether a word behind --sweep is meant as its levels, well-formed or not. Otherwise it is an option or a model:
+    the built-in one, something with a slash, or a file or folder that exists."""
     if not word or _LEVELS.fullmatch(word):
         return True
+    if word == BUILTIN_MODEL:
+        return False
     return bool(_MEANT_AS_LEVELS.match(word)) and not os.path.exists(os.path.expanduser(word))
 
 
