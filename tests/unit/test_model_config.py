@@ -256,6 +256,10 @@ def test_unknown_architecture_is_refused_with_the_supported_ones() -> None:
     text = refusal(QWEN3_06B, architectures=["GemmaForCausalLM"])
     assert "GemmaForCausalLM" in text
     assert "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in text
+    assert "architecture GemmaForCausalLM is" in refusal(
+        QWEN3_06B, architectures="GemmaForCausalLM"
+    )  # not G, e, m, ...
+    assert parse(QWEN3_06B, architectures="Qwen3ForCausalLM").architecture == "Qwen3ForCausalLM"
     assert "names no architecture" in refusal(without(QWEN3_06B, "architectures"))
 
 

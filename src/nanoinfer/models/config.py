@@ -249,6 +249,8 @@ def unwrap_text_config(d: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _architecture(d: Mapping[str, Any], source: str) -> str:
     names = d.get("architectures") or [ARCHITECTURES.get(str(d.get("model_type")), d.get("model_type"))]
+    if isinstance(names, str):
+        names = [names]
     for name in names:
         if name in ARCHITECTURES.values():
             return str(name)
