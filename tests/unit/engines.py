@@ -37,6 +37,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     overlap: bool = False,
     max_model_len: int = 10_000,
+    is_lowered: bool = False,
     eos: frozenset[int] = frozenset(),
     vocab_size: int = VOCAB,
     clock: Callable[[], float] | None = None,
@@ -57,6 +58,7 @@ def make_engine(
         vocab_size=vocab_size,
         eos_token_ids=eos,
         max_model_len=max_model_len,
+        is_lowered=is_lowered,
         overlap=overlap,
         clock=clock or Ticks(),
     )

@@ -61,8 +61,9 @@ class LLMEngine:
 
     `make_detokenizer(prompt_token_ids, stop_strings, min_tokens)` makes the text side of a sequence; without one (the
     model has no tokenizer) texts are empty. `eos_token_ids` end every sequence unless ignore_eos. `max_model_len` is
-    the limit of the model or of the configuration in tokens; what the pool can hold is known from the block manager.
-    `overlap` schedules a step while the one before still runs. `clock` is monotonic, in seconds.
+    the model's own limit in tokens, or less where the option of that name says so (`is_lowered`); what the pool can hold
+    is known from the block manager. `overlap` schedules a step while the one before still runs. `clock` is monotonic, in
+    seconds.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class LLMEngine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         max_model_len: int,
+        is_lowered: bool = False,
         seed: int = 0,
         overlap: bool = False,
         clock: Clock = time.perf_counter,
@@ -85,6 +87,7 @@ class LLMEngine:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
         self._max_model_len = max_model_len
+        self._is_lowered = is_lowered
         self._random = random.Random(seed)
         self._max_in_flight = 1 if overlap else 0
         self._clock = clock
@@ -159,9 +162,12 @@ class LLMEngine:
         if sampling.stop and self._make_detokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none.", "no_tokenizer")
         if length + 1 > self._max_model_len:
+            taker, advice = (
+                ("--max-model-len allows", " or raise that") if self._is_lowered else ("this model takes", "")
+            )
             raise RequestError(
-                f"the prompt has {length} tokens, but this engine takes {self._max_model_len} with at least one "
-                "for the answer; shorten it.",
+                f"the prompt has {length} tokens, but {taker} {self._max_model_len} with at least one for the answer; "
+                f"shorten it{advice}.",
                 "prompt_too_long",
             )
         if length + 1 > self.pool_capacity:
