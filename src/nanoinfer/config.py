@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, cast, get_args
@@ -33,6 +34,23 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
 def _check(condition: bool, name: str, value: object, rule: str) -> None:
     if not condition:
         raise ConfigError(f"{name} is {value!r}; it must be {rule}.")
+
+
+def _plain(value: object) -> object:
+    """A number of numpy's or torch's as Python's, a path as text; anything else as it is."""
+    if getattr(value, "ndim", None) == 0:
+        return cast(Any, value).item()
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+_PLAIN = (int, float, bool, str, tuple, type(None))
+
+
+def _make_plain(options: Any) -> None:
+    """The fields of a frozen dataclass as `_plain` makes them."""
+    for name, value in list(vars(options).items()):
+        if type(value) not in _PLAIN:
+            object.__setattr__(options, name, _plain(value))
 
 
 def _is_int(value: object) -> bool:
@@ -81,6 +99,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             _check(_is_int(value) and value >= 1, name, value, "a whole number of at least 1")
@@ -151,6 +170,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
@@ -158,7 +178,7 @@ class SamplingParams:
             if value is None:
                 object.__setattr__(self, name, ())
             elif isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, tuple(map(_plain, value)))
             else:
                 _check(isinstance(value, tuple), name, value, "a list")
         if self.top_k == -1:  # the other common way to say "off"
@@ -174,8 +194,10 @@ class SamplingParams:
             _check(_is_number(value) and low <= value <= high, name, value, f"a number from {low:g} to {high:g}")
         _check(_is_count(self.top_k), "top_k", self.top_k, "a whole number of at least 0 (0 is off)")
         _check(_is_number(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
+        # Logits are multiplied by it or divided by it: at the ends of float32 nothing would be left of them.
         repetition = self.repetition_penalty
-        _check(_is_number(repetition) and repetition > 0.0, "repetition_penalty", repetition, "a number above 0")
+        repetition_ok = _is_number(repetition) and 0.01 <= repetition <= 100.0
+        _check(repetition_ok, "repetition_penalty", repetition, "a number from 0.01 to 100 (1 is off)")
         seed_ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED)
         _check(seed_ok, "seed", self.seed, f"a whole number from 0 to {MAX_SEED}")
         limit_ok = self.max_tokens is None or (_is_count(self.max_tokens) and self.max_tokens >= 1)

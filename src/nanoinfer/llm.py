@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import count
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -48,7 +49,7 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | EngineConfig | None = None, *, notify: Notify | None = None, **options: Any
+        self, model: str | PathLike[str] | EngineConfig | None = None, *, notify: Notify | None = None, **options: Any
     ) -> None:
         from nanoinfer.engine.block_manager import BlockManager
         from nanoinfer.engine.engine import LLMEngine
@@ -95,6 +96,7 @@ class LLM:
             vocab_size=model_config.vocab_size,
             eos_token_ids=_eos_token_ids(source.folder, self.tokenizer),
             max_model_len=plane.max_model_len,
+            is_lowered=plane.max_model_len < model_config.max_position_embeddings,
             seed=config.seed,
             overlap=plane.overlap,
         )
@@ -354,7 +356,7 @@ class TokenStream:
         self._llm._drop(self.request_id)
 
 
-def _config_of(model: str | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+def _config_of(model: str | PathLike[str] | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
     if not isinstance(model, EngineConfig):
         return EngineConfig.from_options({"model": model, **options})
     if options:

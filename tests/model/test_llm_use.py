@@ -16,6 +16,7 @@ from transformers import Qwen3Config
 from nanoinfer import LLM, ConfigError, EngineError, RequestError, SamplingParams
 from nanoinfer.engine.turns import Turns
 
+HI = {"role": "user", "content": "hi"}  # whose keys were answered, each as a prompt
 PROMPTS = [[i, i + 1, i + 2] for i in range(12)]
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
@@ -108,7 +109,7 @@ def test_token_ids_may_be_arrays(llm, prompt):
     assert ids(llm.generate([prompt], greedy(4))) == ids(llm.generate(prompt, greedy(4))) == expected
 
 
-@pytest.mark.parametrize("prompts", [b"abc", [b"abc"], None, 5, [None]])
+@pytest.mark.parametrize("prompts", [b"abc", [b"abc"], None, 5, [None], HI, [HI, "hi"], [[1, 2], HI]])
 def test_what_is_no_prompt(llm, prompts):
     with pytest.raises(RequestError, match="a prompt is text, token ids or messages, not"):
         llm.generate(prompts, greedy(1))

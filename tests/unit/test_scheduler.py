@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import pytest
 from engines import VOCAB, greedy, make_engine, run
 from fake_executor import expected_tokens
@@ -171,6 +173,13 @@ def test_what_can_never_run_is_refused_by_name(prompt: list[int], code: str) -> 
     assert not engine.has_unfinished
 
 
+def test_the_option_that_shortens_the_context_is_named() -> None:
+    """It said that this model takes 5."""
+    engine, _ = make_engine(max_model_len=5, is_lowered=True)
+    with pytest.raises(RequestError, match=r"but --max-model-len allows 5 with .* shorten it or raise that\."):
+        engine.add_request("a", [1] * 5, greedy(4))
+
+
 def test_a_duplicate_id_is_refused_and_the_first_goes_on() -> None:
     engine, _ = make_engine()
     engine.add_request("a", [1], greedy(2))
@@ -319,5 +328,23 @@ def test_limits_are_validated() -> None:
     for option in ({"device": None}, {"enforce_eager": "no"}, {"enable_prefix_caching": "off"}):
         with pytest.raises(ConfigError):
             EngineConfig(**option)  # type: ignore[arg-type]
+    for penalty in (0, 1e-300, 1e-30, 1e30, 1e300):  # beyond float32 they made every token NaN or the first one
+        with pytest.raises(ConfigError, match=r"it must be a number from 0\.01 to 100"):
+            SamplingParams(repetition_penalty=penalty)
     with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
         EngineConfig.from_options({"max_modle_len": 5})
+
+
+def test_numbers_of_numpy_and_paths_are_taken() -> None:
+    """They were refused: max_num_seqs is np.int64(4); it must be a whole number of at least 1."""
+    config = EngineConfig(model=Path("model"), max_num_seqs=np.int64(4), enforce_eager=np.bool_(True))  # type: ignore[arg-type]
+    assert repr(config) == repr(EngineConfig(model="model", max_num_seqs=4, enforce_eager=True))
+    params = SamplingParams(
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_p=np.float64(0.5),
+        seed=np.uint8(3),  # type: ignore[arg-type]
+        stop_token_ids=[np.int32(7)],  # type: ignore[arg-type]
+    )
+    assert repr(params) == repr(SamplingParams(temperature=0.5, top_p=0.5, seed=3, stop_token_ids=(7,)))
+    with pytest.raises(ConfigError, match=r"seed is -1; it must be"):
+        SamplingParams(seed=np.int64(-1))  # type: ignore[arg-type]
