@@ -176,6 +176,8 @@ def test_save_load_and_read(nanoinfer: Program, tmp_path: Path) -> None:
         ("/load", "error: /load FILE: name a file that /save wrote."),
         ("/load no-such-file", "error: cannot read no-such-file: No such file or directory."),
         ("/read", "error: /read FILE: name a text file;"),
+        ("/read /dev/zero", "error: /dev/zero is a device or a pipe; name a file."),
+        ("/load /dev/zero", "error: /dev/zero is a device or a pipe; name a file."),
         ("/read no-such-file", "error: cannot read no-such-file: No such file or directory."),
         (f"/read {HERE / 'fake_llm.py'}", "and the context is 2,048; give a shorter file."),
         (f"/load {HERE / 'fake_llm.py'}", "is not JSON (line 1:"),

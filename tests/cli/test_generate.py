@@ -171,6 +171,13 @@ def test_a_file_without_a_valid_line_is_refused(nanoinfer: Program, tmp_path: Pa
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+def test_a_problem_that_quotes_the_line_stays_short(nanoinfer: Program, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", {"prompt": "a", "k" * 100_000: 1}, {"prompt": "b"})
+    result = nanoinfer("generate", "-f", source)
+    assert len(result.err) < 2000
+    assert "k" * 100_000 in json.loads(result.out.splitlines()[0])["error"]["message"]
+
+
 def test_an_empty_file_is_refused(nanoinfer: Program, tmp_path: Path) -> None:
     for content in ("", "\n \n"):
         (tmp_path / "in.jsonl").write_text(content)

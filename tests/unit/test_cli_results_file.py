@@ -278,6 +278,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (tmp_path / "x", "is the input file, or would be kept there"),
         (tmp_path / "y", "is no regular file"),
         (tmp_path / ("n" * 250), "File name too long"),
+        (tmp_path / ("n" * 245), "File name too long; choose another output"),  # which the end of the run found
         (Path("/proc/out.jsonl"), "cannot write /proc/out.jsonl.partial"),
     ):
         with pytest.raises(UserError, match=message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.cli.chat_transcript import read_transcript, write_transcript
+from nanoinfer.cli.chat_transcript import read_transcript, refuse_endless, write_transcript
 from nanoinfer.errors import UserError
 from nanoinfer.ui import text
 
@@ -68,6 +68,7 @@ def read(chat: Chat, argument: str) -> None:
         raise UserError("/read FILE: name a text file; it opens your next message.")
     path = _path(argument)
     context = chat.engine.context
+    refuse_endless(path)
     try:
         if path.stat().st_size > _MOST_BYTES_PER_TOKEN * context:
             size = text.byte_size(path.stat().st_size)

@@ -61,8 +61,15 @@ def _replace(path: Path, content: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def refuse_endless(path: Path) -> None:
+    """UserError for a device or a pipe, of which there may be no end, and nobody could stop that."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is a device or a pipe; name a file.")
+
+
 def read_transcript(path: Path) -> tuple[Conversation, str]:
     """The conversation in a file, and the model that it was held with. UserError says what is wrong with the file."""
+    refuse_endless(path)
     try:
         document = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:

@@ -54,17 +54,26 @@ def partial_path(target: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
+def sorted_path(target: Path) -> Path:
+    """Where results are put in order at the end."""
+    return target.with_name(target.name + ".partial.sorted")
+
+
 def regular_target(path: Path, inputs: Iterable[Path]) -> Path:
     """The file that `path` leads to, whether it exists or not.
 
-    UserError if it is a folder, has no folder to be in, or is one of `inputs`, either itself or by way of its partial
-    file.
+    UserError if it is a folder, has no folder to be in or too long a name, or is one of `inputs`, either itself or by
+    way of its partial file.
     """
     target = Path(os.path.realpath(path)) if path.is_symlink() else path  # a link stays, and what it names changes
     if target.is_dir():
         raise UserError(f"the output {path} is a folder; give a file name.")
     if not target.parent.is_dir():
         raise UserError(f"the folder {target.parent} of the output does not exist; create it first.")
+    try:
+        sorted_path(target).exists()
+    except OSError as error:  # the longest of the names is too long
+        raise UserError(f"cannot write {sorted_path(target)}: {error.strerror}; choose another output.") from error
     for source in inputs:
         for name in (target, partial_path(target)):
             if _is_same(source, name):

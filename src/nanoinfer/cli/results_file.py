@@ -17,7 +17,7 @@ from typing import Any
 
 from nanoinfer.cli.durable import put_in_place, sync
 from nanoinfer.cli.options import Order
-from nanoinfer.cli.output_path import is_standard_output, open_device_or_pipe, partial_path, regular_target
+from nanoinfer.cli.output_path import is_standard_output, open_device_or_pipe, partial_path, regular_target, sorted_path
 from nanoinfer.cli.partial_file import VERSION, PartialFile, StoredResult
 from nanoinfer.cli.records import to_json_line
 from nanoinfer.cli.result_sink import StreamResults
@@ -139,7 +139,7 @@ class ResultsFile:
 
     def finish(self) -> None:
         """Put the records in order, on disk, and under their name; the partial file goes."""
-        temporary = self.earlier.path.with_name(self.earlier.path.name + ".sorted")
+        temporary = sorted_path(self._target)
         try:
             with temporary.open("wb") as out:
                 for index, stored in self._in_order():

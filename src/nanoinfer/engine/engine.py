@@ -61,9 +61,9 @@ class LLMEngine:
 
     `make_detokenizer(prompt_token_ids, stop_strings, min_tokens)` makes the text side of a sequence; without one (the
     model has no tokenizer) texts are empty. `eos_token_ids` end every sequence unless ignore_eos. `max_model_len` is
-    the model's own limit in tokens, or less where the option of that name says so (`is_lowered`); what the pool can hold
-    is known from the block manager. `overlap` schedules a step while the one before still runs. `clock` is monotonic, in
-    seconds.
+    the model's own limit in tokens, or less where the option of that name says so (`is_lowered`); what the pool can
+    hold is known from the block manager. `overlap` schedules a step while the one before still runs. `clock` is
+    monotonic, in seconds.
     """
 
     def __init__(
