@@ -63,6 +63,34 @@ def test_the_console_shows_messages_harmless_and_plain_in_a_pipe() -> None:
     assert stream.getvalue() == "a␛[2Jb\nerror: bad\n"
 
 
+def test_a_terminal_breaks_lines_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary of a run at 40 columns: 137 prompt tok, and on the next row: ens."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setattr(Console, "size", lambda self: (20, 24))
+    console = Console(terminal := Terminal())
+    console.say("137 prompt tokens, 12 output tokens -> out.jsonl")
+    console.warn("a-word-that-is-longer-than-a-row or 漢字漢字漢字漢字漢字漢字 and\x1b so on")
+    console.error("try 'pip install some thing' now")
+    console.dim("twelve and 12345678 | exactly twenty long")
+    console.more("  a command --to copy --as it.is")
+    assert terminal.getvalue().split("\n") == [
+        "137 prompt tokens,",
+        "12 output tokens ->",
+        "out.jsonl",
+        "\x1b[33mwarning:\x1b[0m",
+        "a-word-that-is-longer-than-a-row or 漢字漢字漢字漢字漢字漢字",
+        "and␛ so on",
+        "\x1b[31;1merror:\x1b[0m try",
+        "'pip install some thing' now",
+        "\x1b[2mtwelve and 12345678",
+        "| exactly twenty",
+        "long\x1b[0m",
+        "  a command --to copy --as it.is",
+        "",
+    ]
+
+
 def test_an_empty_no_color_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for value, colour in (("", True), ("0", False), ("1", False)):

@@ -67,6 +67,18 @@ class Console:
         except (OSError, ValueError):
             self.quiet = True  # nobody reads any more; the result on stdout still matters
 
+    def _folded(self, text: str) -> str:
+        """`text` made harmless; on a terminal, with line ends where it would break words."""
+        shown = visible(text)
+        if not self.is_terminal:
+            return shown
+        from nanoinfer.ui.wrap import fold
+
+        try:
+            return fold(shown, self.size()[0])
+        except Exception:  # of a terminal that is gone, for example: the message matters more than its lines
+            return shown
+
     def _styled(self, text: str, code: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
 
@@ -74,13 +86,13 @@ class Console:
         """A line of information; nothing under --quiet."""
         if not self.quiet:
             self.clear_status()
-            self._write(visible(text) + "\n")
+            self._write(self._folded(text) + "\n")
 
     def dim(self, text: str) -> None:
         """A line that should not draw attention; nothing under --quiet."""
         if not self.quiet:
             self.clear_status()
-            self._write(self._styled(visible(text), "2") + "\n")
+            self._write(self._styled(self._folded(text), "2") + "\n")
 
     def styled(self, text: str) -> None:
         """Lines that have been made harmless and carry their own escape codes, if any; nothing under --quiet."""
@@ -91,10 +103,10 @@ class Console:
     def warn(self, text: str) -> None:
         """A line that a person should not miss; shown under --quiet too."""
         self.clear_status()
-        self._write(self._styled("warning:", "33") + f" {visible(text)}\n")
+        self._write(self._folded(f"warning: {text}").replace("warning:", self._styled("warning:", "33"), 1) + "\n")
 
     def more(self, text: str) -> None:
-        """A further line of a warning or an error."""
+        """A further line of a warning or an error, as it is: it may be a command to copy."""
         self.clear_status()
         self._write(visible(text) + "\n")
 
@@ -108,7 +120,7 @@ class Console:
     def error(self, text: str) -> None:
         """Why the command failed; always shown."""
         self.clear_status()
-        self._write(self._styled("error:", "31;1") + f" {visible(text)}\n")
+        self._write(self._folded(f"error: {text}").replace("error:", self._styled("error:", "31;1"), 1) + "\n")
 
     def status(self, text: str) -> None:
         """Replace the status line (terminals only); cut to the terminal's width so that it stays one row."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.cells import get_character_cell_size
 
 _EMOJI_STYLE = "\ufe0f"  # makes some characters twice as wide, on some terminals
@@ -40,6 +42,27 @@ def wrap(text: str, width: int) -> list[str]:
         before = size or before
     rows.append(text[start:])
     return rows
+
+
+_QUOTED = re.compile(r"(?<!\w)'[^'\n]*'(?!\w)|`[^`\n]*`")
+_KEPT_SPACE = "\ue000"  # of the private use area
+
+
+def fold(text: str, width: int) -> str:
+    """Lines of text with line ends where a terminal of that width would break a word.
+
+    What somebody may copy is left to the terminal: a word that is longer than a row, and a command in quotes.
+    """
+    kept = _QUOTED.sub(lambda match: match[0].replace(" ", _KEPT_SPACE), text)
+    return "\n".join(_fold_line(line, width) for line in kept.split("\n")).replace(_KEPT_SPACE, " ")
+
+
+def _fold_line(line: str, width: int) -> str:
+    rows = wrap(line, max(width, 1))
+    folded = rows[0]
+    for row in rows[1:]:
+        folded = f"{folded.rstrip(' ')}\n{row}" if folded.endswith(" ") else folded + row
+    return folded
 
 
 class WrappedLine:
