@@ -180,6 +180,7 @@ def test_the_result_file(nanoinfer: Program, tmp_path: Path) -> None:
         (("--goodput", "speed:3"), "unknown SLO 'speed'"),
         (("--slo-attainment", "0.9"), "--slo-attainment needs limits to attain"),
         (("--request-rate", "0"), "--request-rate is 0.0; it must be above 0."),
+        (("--temperature", "1000"), "temperature is 1000.0; it must be a number from 0 to 100."),
         (("--repeat", "0"), "--repeat is 0; it must be at least 1."),
         (("--input-len", "9:3"), "must be at least 1, and its second number not below the first"),
         (("--warmup", "some"), "neither a number of requests nor auto"),

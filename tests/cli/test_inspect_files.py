@@ -140,7 +140,8 @@ def test_a_recording_that_contradicts_itself(nanoinfer: Program, recorded: tuple
         (("--step", "1"), "--step shows a step of an earlier run"),
         (("--events", "a", "--cache-snapshot", "b"), "both given to be read"),
         (("--events", "/none"), "cannot read /none"),
-        (("--cache-snapshot", "/none"), "cannot read the cache snapshot /none"),
+        (("--cache-snapshot", "/none"), "cannot read the cache snapshot /none: No such file or directory."),
+        (("--cache-snapshot", "/none", "--top", "-4"), "--top is -4; it must be at least 0."),
     ],
 )
 def test_bad_input(nanoinfer: Program, arguments: tuple[str, ...], message: str) -> None:

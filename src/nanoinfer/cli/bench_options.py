@@ -12,6 +12,7 @@ import typer
 
 from nanoinfer.cli.lengths import LengthRange
 from nanoinfer.cli.options import ProfileFolder, option_in
+from nanoinfer.config import SamplingParams
 from nanoinfer.errors import UserError
 
 WORKLOAD, LOAD = "Workload", "Load and measurement"
@@ -97,6 +98,8 @@ class BenchOptions:
         for name in ("request_rate", "burstiness"):
             if not getattr(self, name) > 0:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0.")
+        if self.temperature is not None:
+            SamplingParams(temperature=self.temperature)  # ConfigError
         if self.slo_attainment is not None and not self.goodput:
             raise UserError("--slo-attainment needs limits to attain; add --goodput ttft:200 tpot:50, for example.")
         if self.slo_attainment is not None and not 0 < self.slo_attainment <= 1:

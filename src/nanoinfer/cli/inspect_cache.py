@@ -37,6 +37,8 @@ def inspect_cache(
     FILE of an earlier run is read: a recording is stepped through with the arrow keys, or shown at --step N. Exit code
     1 if the cache's own invariants are broken.
     """
+    if top < 0:
+        raise UserError(f"--top is {top}; it must be at least 0.")
     snapshot, events = session.display.cache_snapshot, session.display.events
     if plan:
         from nanoinfer.cli.cache_plan import run_plan

@@ -77,8 +77,9 @@ class CacheSnapshot:
         """Raises UserError if the file cannot be read as a cache snapshot."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read the cache snapshot {path}: {error}.") from error
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"cannot read the cache snapshot {path}: {reason}.") from error
         return cls.from_json(data)
 
 
