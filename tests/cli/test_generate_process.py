@@ -52,6 +52,16 @@ def wait_for_result(partial: Path) -> None:
     raise AssertionError("no result came")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_does_no_harm(prompts: Path, tmp_path: Path, closed: str) -> None:
+    """There were tracebacks, and the next file that was opened got what was meant for the stream."""
+    for arguments in (["-f", prompts, "-o", tmp_path / "out"], ["-p", "a"]):
+        command = [sys.executable, FAKE_MAIN, "--", "generate", *arguments]
+        process = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *map(str, command)], capture_output=True)
+        assert (process.returncode, process.stderr.count(b"error")) == (0, 0)
+    assert [json.loads(line)["text"] for line in (tmp_path / "out").read_text().splitlines()] == ["A", "B"]
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGHUP, 129), (signal.SIGTERM, 143)])
 def test_a_signal_keeps_the_results_and_says_how_to_go_on(
     start: Callable[..., subprocess.Popen[str]], prompts: Path, tmp_path: Path, signum: int, code: int

@@ -85,9 +85,22 @@ def _serve_as_rank() -> None:
         join(launch)
 
 
+def _open_standard_streams() -> None:
+    """Make a standard stream that is closed (`>&-`) as good as the null device: its number would go to the next file
+    that is opened, and Python has None in its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
+
+
 def main(arguments: list[str] | None = None, services: Services | None = None) -> None:
     """Entry point; leaves through SystemExit with the exit code. `arguments` and `services` are for tests, whose
     process goes on afterwards."""
+    _open_standard_streams()
     if os.environ.get("RANK", "0") != "0":
         _serve_as_rank()
     words = tuple(sys.argv[1:] if arguments is None else arguments)
