@@ -118,14 +118,17 @@ def test_commands(nanoinfer: Program) -> None:
     result = nanoinfer(
         "chat",
         stdin=(
-            "/help\n/stats\n/system be brief\n/set temperature 0.25\n/set think off\n/set stop END\n/set stop\n/show\n"
+            "/help\n/stats\n/system be brief\n/set temperature 0.25\n/set think off\n"
+            '/set stop "\\n"\n/set stop ""\n/set stop END\n'
+            "/set stop\n/show\n"
             "hi\n/stats\n/cache\n/regen\n/undo\n/clear\n/system none\nlast\n/quit\nnever\n"
         ),
     )
     assert (result.code, result.out) == (0, "HI\nHI\nLAST\n")
     for line in (
         "/set [NAME [VALUE]]", "There is no answer yet.", "system prompt: be brief", "temperature is 0.25",
-        "think is off", "stop is 'END'", "think off · thinking show · markdown on · stats off",
+        "think is off", "stop is 'END'", "stop is '\\n'", "stop is none",
+        "think off · thinking show · markdown on · stats off",
         "sampling: temperature 0.25, top_p 0.95, max_tokens none, stop 'END'", "conversation: 0 turns",
         "\n3 tok · ", "taken back: hi",
     ):  # fmt: skip
@@ -250,3 +253,10 @@ def test_an_answer_cut_by_the_context_is_explained(nanoinfer: Program) -> None:
     result = nanoinfer("chat", stdin="hi\n/set max_tokens 5\n/regen\n")
     assert "the answer was cut: the context is full. /undo, /clear, or write on" in result.err
     assert "the answer was cut: max_tokens is reached. /set max_tokens N or none, then /regen." in result.err
+
+
+def test_no_commands_are_advised_where_none_can_follow(nanoinfer: Program) -> None:
+    with_llm(nanoinfer, reply=lambda prompt: "word " * 100, max_model_len=100)
+    result = nanoinfer("chat", "-p", "hi", "--max-tokens", "5")
+    assert "the answer was cut: max_tokens is reached. --max-tokens N allows more.\n" in result.err
+    assert "the answer was cut: the context is full.\n" in nanoinfer("chat", "-p", "hi").err

@@ -64,6 +64,7 @@ class Chat:
         self.attached: list[str] = []  # texts of files that open the next message
         self.saved_as: Path | None = None  # the file that holds an earlier state of this conversation
         self.failed = False
+        self.goes_on = True  # commands can follow an answer
         self._stdout = stdout or sys.stdout
         self._just_stopped = False  # the last thing that happened was an answer being stopped by Ctrl-C
         self._stopped_at = 0.0
@@ -159,15 +160,18 @@ class Chat:
             self.console.warn(output.outputs[0].error.message)
             self.failed = True
         elif not answer.text:
-            self.console.dim("[the model gave no answer; /regen asks again]")
+            again = "; /regen asks again" if self.goes_on else ""
+            self.console.dim(f"[the model gave no answer{again}]")
         if output is not None and self.settings.stats:
             self.console.dim(stats_line(output, self.columns))
 
     def _explain_cut(self, answer: Answer, context_is_full: bool) -> None:
         if context_is_full:
-            advice = "the context is full. /undo, /clear, or write on: you can then choose what to forget."
+            advice = "the context is full."
+            advice += " /undo, /clear, or write on: you can then choose what to forget." if self.goes_on else ""
         else:
-            advice = "max_tokens is reached. /set max_tokens N or none, then /regen."
+            how = "/set max_tokens N or none, then /regen." if self.goes_on else "--max-tokens N allows more."
+            advice = f"max_tokens is reached. {how}"
         what = "the answer was cut" if answer.text else "the answer was cut while the model was still thinking"
         self.console.warn(f"{what}: {advice}")
 

@@ -92,6 +92,7 @@ def _tokenizer_for_chat(session: Session, llm: LLM, think: ThinkChoice) -> Token
 
 def _one_shot(chat: Chat, prompt: str, *, as_json: bool) -> int:
     """Answer one prompt: the text on standard output, or a JSON document."""
+    chat.goes_on = False
     answer = chat.ask(prompt, quiet=as_json)
     if answer is None or answer.output is None:
         return ENGINE_FAILURE

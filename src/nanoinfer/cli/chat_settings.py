@@ -52,14 +52,21 @@ def set_value(chat: Chat, argument: str) -> None:
 
 
 def _parse_value(name: str, value: str) -> object:
-    """A number where it is one, None for `none`, a list for stop strings, otherwise the text itself."""
+    """A number where it is one, None for `none`, a list for stop strings, otherwise the text itself.
+
+    A stop string may stand in quotes, "\\n" for example; as for /system, empty ones are none.
+    """
     if name == "stop":
-        return () if value == "none" else (value,)
-    if value == "none":
-        return None
+        if value.startswith('"') and isinstance(quoted := _from_json(value), str):
+            value = quoted
+        return () if value in ("none", "", "''") else (value,)
+    return None if value == "none" else _from_json(value)
+
+
+def _from_json(value: str) -> object:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
