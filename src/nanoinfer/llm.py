@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -107,6 +108,7 @@ class LLM:
         self._ids = count()
         self._trace: StepTrace | None = None
         self._closed = False
+        self._process = os.getpid()
 
     # -- whole calls -----------------------------------------------------------------------------------------------
 
@@ -203,6 +205,11 @@ class LLM:
         return request_id
 
     def _refuse_if_closed(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineError(
+                f"this LLM belongs to process {self._process}, of which this one is a fork; make a new one in a "
+                "process that is started afresh (multiprocessing's spawn)."
+            )
         if self._closed:
             raise EngineError("this LLM is closed; make a new one.")
 
@@ -308,7 +315,9 @@ class LLM:
         return self._trace
 
     def close(self) -> None:
-        """End all requests and free the model and the KV pool. Closing twice is fine."""
+        """End all requests and free the model and the KV pool. Closing twice is fine, and does nothing in a fork."""
+        if os.getpid() != self._process:
+            return  # the ranks and their channels are still in use
         with self._turns:
             if not self._closed:
                 self._closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -85,6 +86,29 @@ def test_a_stream_that_is_cut_says_so_and_a_finished_one_does_not(llm):
     with pytest.raises(EngineError, match="closed"):
         next(cut)
     assert list(cut) == list(finished) == list(left) == []
+
+
+def test_a_fork_cannot_use_the_engine_and_does_not_end_it(llm):
+    """It was ended by OpenMP, or stopped the ranks of its parent."""
+    expected = ids(llm.generate(PROMPTS, greedy(4)))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = []
+        for use in (lambda: llm.generate(PROMPTS, greedy(4)), lambda: llm.stream([1]), llm.close, llm.close):
+            try:
+                said.append(str(use()))
+            except BaseException as error:
+                said.append(f"{type(error).__name__}: {error}")
+        os.write(writing, "\n".join(said).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        first, second, *closing = pipe.read().split("\n")
+    os.waitpid(child, 0)
+    assert first.startswith(f"EngineError: this LLM belongs to process {os.getpid()}, of which this one is a fork")
+    assert (second, closing) == (first, ["None", "None"])
+    assert ids(llm.generate(PROMPTS, greedy(4))) == expected
 
 
 def test_outputs_that_another_call_took_are_not_waited_for(llm):
