@@ -331,3 +331,9 @@ def test_configuration_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=words):
             read_model_config(tmp_path)
     assert read_generation_config(tmp_path) == {}
+
+
+def test_a_link_into_a_cache_that_was_emptied(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(ModelError, match=r"cannot be read: No such file or directory\. Its file in the cache is gone;"):
+        load_weights(slots_for(tensors()), tmp_path)

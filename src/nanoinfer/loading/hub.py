@@ -76,8 +76,10 @@ def fetch_model(repo: str, revision: str | None = None, *, weights: bool = True,
         return cached
     from huggingface_hub import constants, errors, snapshot_download
 
-    why = "offline mode is on" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-    unreachable = f"is not complete in the local cache, and {why}; connect, or name a local folder or 'smollm2'"
+    why = "the hub cannot be reached; connect"
+    if constants.HF_HUB_OFFLINE:
+        why = "offline mode is on; unset HF_HUB_OFFLINE"
+    unreachable = f"is not complete in the local cache, and {why}, or name a local folder or 'smollm2'"
     cause: Exception | None = None
     try:
         folder = Path(

@@ -121,6 +121,7 @@ def _no_such_path(model: str, path: Path) -> str:
     if "/" not in model:
         names.append(BUILTIN_MODEL)
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
+    near = [name for name in names if name.lower() == path.name.lower()][:1] or near
     if near:
         found = near[0] if near[0] == BUILTIN_MODEL else path.parent / near[0]
         return f"there is no model '{model}'; did you mean {found}?"

@@ -63,7 +63,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             if name != "__metadata__":
                 entries[name] = _entry(path, name, info, data_start=8 + length, size=size)
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+        again = (
+            " Its file in the cache is gone; download the model again."
+            if path.is_symlink() and not path.exists()
+            else ""
+        )
+        raise ModelError(f"{path} cannot be read: {error.strerror}.{again}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} has a damaged header; download it again.") from error
     return entries
