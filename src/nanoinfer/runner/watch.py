@@ -22,6 +22,7 @@ from typing import Any
 from nanoinfer.runner.ranks import Ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK_MS = 1000  # how often the time-out is looked at
 
 
 class Watch:
@@ -144,7 +145,7 @@ class Watch:
         for fd in streams | ranks:
             poller.register(fd, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poller.poll(1000)}
+            ready = {fd for fd, _ in poller.poll(LOOK_MS)}
             if self._wake.fileno() in ready:
                 return
             if self._signals.fileno() in ready and len(self._read_signals()) > 1:
