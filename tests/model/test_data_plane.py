@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,15 @@ def test_pool_of_full_rows_can_still_keep_prefixes():
     """Rounding once left fewer blocks than full rows need, and none for prefixes of sequences that ended."""
     pool = memory.plan_kv_pool(bytes_per_token=1, block_size=16, budget=1 << 30, max_num_seqs=8, max_model_len=17)
     assert pool.num_blocks == 2 * 8 * 2
+
+
+def test_a_model_of_any_length_starts_with_what_the_pool_holds():
+    """The table of rotations was made for all positions that config.json names, however many."""
+    model = replace(MODEL, max_position_embeddings=1_000_000_000)
+    config = EngineConfig(kernels="eager", num_blocks=100)
+    plane = build.build_data_plane(config, model, torch.device("cpu"), load=lambda slots: None)
+    assert plane.max_model_len == 1_000_000_000
+    assert plane.geometry.num_blocks == 100
 
 
 def test_memory_is_assumed_where_the_system_has_no_sysconf(monkeypatch):

@@ -193,6 +193,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_listed_in_one_error(tmp_pa
     slots = slots_for(given)
     text = refusal(slots, tmp_path)
     assert "1 missing: model.norm.weight;" in text
+    assert text.endswith(". Fetch the model again, or put back the config.json that came with these weights.")
     assert "2 unexpected: b.bias, c;" in text
     assert "1 misshapen: a.weight (file [6, 11], config.json [6, 12])" in text
     assert slots[EMBEDDING].target.isnan().all(), "nothing may be written before the whole checkpoint is checked"

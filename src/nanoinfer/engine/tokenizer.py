@@ -235,7 +235,8 @@ class Tokenizer:
     def _template(self) -> ChatTemplate:
         if self._template_source is None:
             raise RequestError(
-                "this model has no chat template, so it cannot take messages; send the prompt as plain text.",
+                "this model has no chat template, so it cannot take messages; send plain text, which is a line like "
+                '{"prompt": "..."} of a .jsonl file, or a str in Python.',
                 "no_chat_template",
             )
         return ChatTemplate(self._template_source, self._named)

@@ -143,7 +143,10 @@ def _refuse_mismatch(slots: Mapping[str, WeightSlot], entries: Mapping[str, Tens
     }
     parts = [f"{len(names)} {what}: {_some(names)}" for what, names in findings.items() if names]
     if parts:
-        raise ModelError(f"the weights in {folder} do not match its config.json; tensors {'; '.join(parts)}.")
+        raise ModelError(
+            f"the weights in {folder} do not match its config.json; tensors {'; '.join(parts)}. Fetch the model again, "
+            "or put back the config.json that came with these weights."
+        )
 
 
 def _some(names: list[str], limit: int = 20) -> str:

@@ -132,7 +132,9 @@ def build_data_plane(
 
     model = Decoder(model_config, kernels=kernels, dtype=dtype, device=device, group=group)
     heads = _head_layout(model_config, group)
-    cos_sin = rotary_table(model_config.rope, heads.head_dim, max_model_len, device)
+    # A configuration may name a length that no pool can hold, and no table either.
+    longest = min(max_model_len, geometry.capacity) if geometry else max_model_len
+    cos_sin = rotary_table(model_config.rope, heads.head_dim, longest, device)
     attention = make_attention(attention_name, heads, cos_sin, kernels, config.max_num_seqs)
     compilation = None
     if device.type == "cuda" and group.size == 1:  # exchanges between ranks need one order, which threads have not
