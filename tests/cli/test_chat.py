@@ -86,6 +86,13 @@ def test_one_shot_as_json(nanoinfer: Program) -> None:
     assert document["usage"]["completion_tokens"] == 20
 
 
+@pytest.mark.parametrize(("options", "shown"), [([], '"ÉTÉ"'), (["--ascii"], r'"\u00c9T\u00c9"')])
+def test_json_loses_no_character_where_only_ascii_is_shown(nanoinfer: Program, options: list[str], shown: str) -> None:
+    out = nanoinfer("chat", "-p", "été", "--json", *options).out
+    assert shown in out
+    assert json.loads(out)["text"] == "ÉTÉ"
+
+
 def test_thinking_is_neither_on_standard_output_nor_fed_back(nanoinfer: Program) -> None:
     with_llm(nanoinfer, reply=lambda prompt: "<think>\nhm\n</think>\n\n" + shout(prompt))
     assert nanoinfer("chat", stdin="one\ntwo\n").out == "ONE\nTWO\n"
@@ -203,7 +210,7 @@ def test_a_full_context_is_told_and_the_chat_goes_on(nanoinfer: Program) -> None
     result = nanoinfer("chat", stdin="short\n" + "x" * 90 + "\nagain\n")
     assert result.code == 3
     assert result.out == "SHORT\nAGAIN\n"
-    assert "but this engine takes 100" in result.err
+    assert "but this model takes 100" in result.err
     assert "The message was taken back." in result.err
     assert messages(nanoinfer, -1) == "<user>short<assistant>SHORT<user>again<assistant>"
 

@@ -221,7 +221,7 @@ def test_bad_lines_become_error_records_and_the_rest_runs(nanoinfer: Program, tm
     assert long["error"]["code"] == "prompt_too_long"
     assert "2 of 4 lines cannot run" in result.err
     assert "the id 'a' is already used on line 1" in result.err
-    assert "warning: line 5: the prompt has 3000 tokens, but this engine takes 2048" in result.err
+    assert "warning: line 5: the prompt has 3000 tokens, but this model takes 2048" in result.err
     assert "1 answer, 3 failed" in result.err
 
 

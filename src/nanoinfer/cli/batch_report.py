@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.cli.batch_input import Batch
 from nanoinfer.cli.batch_run import BatchTotals
+from nanoinfer.cli.session import Session
 from nanoinfer.config import SamplingParams
 from nanoinfer.ui import text
 from nanoinfer.ui.console import Console
@@ -36,11 +36,11 @@ def validation(batch: Batch) -> dict[str, Any]:
     return {"source": batch.name, "lines": len(batch.entries), "valid": len(batch.requests), "problems": problems}
 
 
-def print_validation(batch: Batch, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(validation(batch), ensure_ascii=False, indent=2))
+def show_validation(session: Session, batch: Batch) -> None:
+    if session.display.json:
+        session.show_json(validation(batch))
     else:
-        print(f"{batch.name}: {text.plural(len(batch.entries), 'line')}, {len(batch.requests)} can run")
+        session.show(f"{batch.name}: {text.plural(len(batch.entries), 'line')}, {len(batch.requests)} can run")
 
 
 def report_sampling(console: Console, llm: LLM, sampling: SamplingParams, batch: Batch) -> None:

@@ -178,7 +178,7 @@ def _say_run(bench: Bench, name: str) -> Callable[[int, Result], None]:
 
 def _print(session: Session, result: Result, report: Report) -> None:
     if report.format == "json":
-        session.show(json.dumps(result, indent=2))
+        session.show_json(result)
         return
     session.show({"table": as_table, "md": as_markdown, "csv": as_csv}[report.format](result))
     compared = result.get("compared")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ def report_events(session: Session, path: Path, step: int | None, *, top: int) -
         session.console.warn(f"the last line of {path} was cut off and is left out.")
     position = recording.position(step if step is not None else -1)
     if session.display.json:
-        session.show(json.dumps(_document(recording, position, step, problems), ensure_ascii=False, indent=2))
+        session.show_json(_document(recording, position, step, problems))
     elif step is None and sys.stdin.isatty() and sys.stdout.isatty():
         position = browse(recording, glyphs)
         session.show("\n".join([_title(recording), *recording.frame(position, glyphs)]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +109,7 @@ def run_plan(session: Session, config: EngineConfig, memory: int) -> int:
         name, model = source.name, read_model_config(source.folder)
     result = plan_memory(model, config, memory)
     if session.display.json:
-        session.show(json.dumps(plan_as_document(name, model, result), indent=2))
+        session.show_json(plan_as_document(name, model, result))
     else:
         session.show(plan_as_text(name, model, result))
     return OK

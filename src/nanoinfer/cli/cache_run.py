@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from nanoinfer.cli.batch_input import Batch, read_batch
@@ -106,7 +105,7 @@ def _report(session: Session, llm: LLM, watch: CacheWatch, batch: Batch, look: L
         problems=llm.check_integrity() + snapshot_problems(end),
     )
     if session.display.json:
-        session.show(json.dumps(run_as_document(report), ensure_ascii=False, indent=2))
+        session.show_json(run_as_document(report))
     else:
         session.show(run_as_text(report, look))
     return report.problems

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from nanoinfer.cli.cache_report import analyse, snapshot_problems
@@ -21,7 +20,7 @@ def report_snapshot(session: Session, config: EngineConfig, path: Path, *, top: 
     snapshot = CacheSnapshot.read(path)
     report, problems = analyse(snapshot), snapshot_problems(snapshot)
     if session.display.json:
-        session.show(json.dumps(snapshot_as_document(report, problems, snapshot.engine), indent=2))
+        session.show_json(snapshot_as_document(report, problems, snapshot.engine))
     else:
         decode = _decoder(config, snapshot) if show_text else None
         look = Look(top, decode, glyphs_of(session.console))

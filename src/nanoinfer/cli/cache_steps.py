@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanoinfer.cli.cache_map import bar, legend
-from nanoinfer.cli.cache_view import MARGIN, more_rows, percent
+from nanoinfer.cli.cache_view import MARGIN, more_rows
 from nanoinfer.engine.event_log import EventLog
 from nanoinfer.engine.events import FinishedSequence, StepEvent
 from nanoinfer.errors import UserError
 from nanoinfer.ui.glyphs import UNICODE, Glyphs, sparkline
-from nanoinfer.ui.text import count, milliseconds, one_line, plural
+from nanoinfer.ui.text import count, milliseconds, one_line, percent, plural
 
 TIMELINE_WIDTH = 60
 

@@ -13,7 +13,7 @@ from nanoinfer.cli.records import Decode
 from nanoinfer.engine.events import FinishedSequence
 from nanoinfer.engine.info import EngineInfo
 from nanoinfer.ui.glyphs import UNICODE, Glyphs
-from nanoinfer.ui.text import byte_size, count, one_line, plural
+from nanoinfer.ui.text import byte_size, count, one_line, percent, plural
 
 MARGIN = " " * 12
 
@@ -84,10 +84,6 @@ def snapshot_as_text(report: CacheReport, problems: list[str], engine: Mapping[s
             *verdict_lines(report, problems),
         ]
     )
-
-
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
 def state_lines(label: str, report: CacheReport, look: Look) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,7 +63,7 @@ def run_chat(session: Session, config: EngineConfig, options: ChatOptions) -> in
             figures.snapshot,
         )
         if options.prompt is not None:
-            return _one_shot(chat, options.prompt, as_json=session.display.json)
+            return _one_shot(session, chat, options.prompt)
         if interactive:
             session.console.say("/help lists the commands, Ctrl-D leaves.")
         return chat.run()
@@ -90,13 +89,13 @@ def _tokenizer_for_chat(session: Session, llm: LLM, think: ThinkChoice) -> Token
     return tokenizer
 
 
-def _one_shot(chat: Chat, prompt: str, *, as_json: bool) -> int:
+def _one_shot(session: Session, chat: Chat, prompt: str) -> int:
     """Answer one prompt: the text on standard output, or a JSON document."""
     chat.goes_on = False
-    answer = chat.ask(prompt, quiet=as_json)
+    answer = chat.ask(prompt, quiet=session.display.json)
     if answer is None or answer.output is None:
         return ENGINE_FAILURE
-    if as_json:
+    if session.display.json:
         document = {
             "text": answer.text,
             "thinking": answer.thinking or None,
@@ -104,7 +103,7 @@ def _one_shot(chat: Chat, prompt: str, *, as_json: bool) -> int:
             "usage": usage_fields(answer.output.usage),
             "timing": timing_fields(answer.output),
         }
-        print(json.dumps(document, ensure_ascii=False, indent=2))
+        session.show_json(document)
     if answer.interrupted:
         raise KeyboardInterrupt
     return FAILED_REQUESTS if chat.failed else OK

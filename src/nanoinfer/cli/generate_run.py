@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.cli.batch_input import Batch, read_batch
-from nanoinfer.cli.batch_report import print_validation, report_problems, report_run, report_sampling, run_summary
+from nanoinfer.cli.batch_report import report_problems, report_run, report_sampling, run_summary, show_validation
 from nanoinfer.cli.batch_run import BatchPolicy, BatchRun, BatchTotals, TooManyFailuresError
 from nanoinfer.cli.command import BAD_INPUT, FAILED_REQUESTS, OK
 from nanoinfer.cli.length_check import check_lengths
@@ -62,8 +61,7 @@ def run_generate(session: Session, config: EngineConfig, options: GenerateOption
     batch = check_lengths(batch, config, thinking_options(options.think), session.services.find_limits)
     report_problems(session.console, batch)
     if options.validate_only:
-        session.console.clear_status()
-        print_validation(batch, as_json=session.display.json)
+        show_validation(session, batch)
         return BAD_INPUT if batch.bad_lines else OK
     if not batch.requests:
         raise UserError(f"no line of {batch.name} can run; nothing was done.")
@@ -251,5 +249,5 @@ class _Job:
         name = "standard output" if is_standard_output(output) else str(output)
         report_run(session.console, self.totals, seconds, name)
         if session.display.json and isinstance(self.sink, ResultsFile):
-            print(json.dumps(run_summary(self.totals, seconds, name), indent=2))
+            session.show_json(run_summary(self.totals, seconds, name))
         return FAILED_REQUESTS if self.totals.failed else OK

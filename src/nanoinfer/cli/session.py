@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -82,6 +83,12 @@ class Session:
         """Print a command's result; in ASCII where that was asked for or standard output takes nothing else."""
         self.console.clear_status()
         print(report if takes_unicode(sys.stdout) and not self.console.ascii else in_ascii(report))
+
+    def show_json(self, document: object) -> None:
+        """Print a command's result as JSON, with escapes for what standard output does not take."""
+        self.console.clear_status()
+        escaped = self.console.ascii or not takes_unicode(sys.stdout)
+        print(json.dumps(document, ensure_ascii=escaped, indent=2))
 
     @contextmanager
     def llm(self, config: EngineConfig) -> Iterator[LLM]:

@@ -20,7 +20,7 @@ from nanoinfer.ui.glyphs import (
     width_of,
 )
 from nanoinfer.ui.snapshot import RunSnapshot
-from nanoinfer.ui.text import byte_size, count, duration, milliseconds, plural, rate
+from nanoinfer.ui.text import byte_size, count, duration, milliseconds, percent, plural, rate
 
 LABEL_WIDTH = 10
 LEAST_BAR = 10
@@ -73,14 +73,6 @@ class Layout:
 
 def _label(text: str) -> Piece:
     return f"{text:{LABEL_WIDTH}}", DIM
-
-
-def percent(part: float, whole: float) -> str:
-    """A share in whole percent; never 0% or 100% for what is not quite nothing or all."""
-    share = 100 * part / whole if whole else 0.0
-    if 0 < share < 1:
-        return "<1%"
-    return ">99%" if 99 < share < 100 else f"{share:.0f}%"
 
 
 def title_row(snapshot: RunSnapshot, layout: Layout) -> Row:

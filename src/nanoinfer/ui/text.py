@@ -49,6 +49,14 @@ def rate(number: float) -> str:
     return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
+def percent(part: float, whole: float) -> str:
+    """A share in whole percent; never 0% or 100% for what is not quite nothing or all."""
+    share = 100 * part / whole if whole else 0.0
+    if 0 < share < 1:
+        return "<1%"
+    return ">99%" if 99 < share < 100 else f"{share:.0f}%"
+
+
 def milliseconds(value: float) -> str:
     """Milliseconds in three significant digits, seconds from 10 s on: 0.42 ms, 24.3 ms, 831 ms, 12.4 s."""
     return f"{value / 1000:.1f} s" if value >= 10_000 else f"{rate(value)} ms"
