@@ -19,6 +19,7 @@ from nanoinfer.engine.turns import Turns
 
 HI = {"role": "user", "content": "hi"}  # whose keys were answered, each as a prompt
 PROMPTS = [[i, i + 1, i + 2] for i in range(12)]
+PATIENCE_S = 100.0  # for what comes at once, on however busy a machine
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
@@ -43,16 +44,32 @@ def ids(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def queued(turns, count):
+    """Wait until just `count` threads wait for their turn."""
+    deadline = time.monotonic() + PATIENCE_S
+    while turns.waiting != count:
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
 def test_threads_use_one_llm_at_the_same_time(llm):
     """They were in the engine at once: some waited for ever, others lost their requests."""
     alone = ids(llm.generate(PROMPTS, greedy(12)))
     subscription = llm.events.subscribe()
+
+    def all_at_once(pool, function):
+        with llm._turns:
+            futures = [pool.submit(function, prompt) for prompt in PROMPTS]
+            queued(llm._turns, len(PROMPTS))
+        results = [future.result(PATIENCE_S) for future in futures]
+        assert max(event.running for event in subscription.drain()) > 1  # and not one thread after the other
+        return results
+
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        together = list(pool.map(lambda prompt: ids(llm.generate([prompt], greedy(12)))[0], PROMPTS, timeout=60))
-        streamed = list(pool.map(lambda prompt: list(llm.stream(prompt, greedy(5)))[-1].output, PROMPTS, timeout=60))
+        together = all_at_once(pool, lambda prompt: ids(llm.generate([prompt], greedy(12)))[0])
+        streamed = all_at_once(pool, lambda prompt: list(llm.stream(prompt, greedy(5)))[-1].output)
     assert together == alone
     assert ids(streamed) == [tokens[:5] for tokens in alone]
-    assert max(event.running for event in subscription.drain()) > 1  # and not one thread after the other
     assert llm.check_integrity() == []
 
 
@@ -63,16 +80,20 @@ def test_closing_ends_what_other_threads_wait_for(llm):
     def run():
         stream = llm.stream([1, 2, 3], LONG)
         next(stream)
-        started.set()
+        with llm._turns:
+            started.set()
+            queued(llm._turns, 2)  # the other run, and the end
         return list(stream)
 
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(run), pool.submit(llm.generate, [[4, 5]], LONG)]
-        assert started.wait(30)
+        with llm._turns:
+            runs = [pool.submit(run), pool.submit(llm.generate, [[4, 5]], LONG)]
+            queued(llm._turns, 2)
+        assert started.wait(PATIENCE_S)
         llm.close()
         for future in runs:
             with pytest.raises(EngineError, match="closed"):
-                future.result(timeout=30)
+                future.result(PATIENCE_S)
 
 
 def test_a_stream_that_is_cut_says_so_and_a_finished_one_does_not(llm):
@@ -112,19 +133,15 @@ def test_a_fork_cannot_use_the_engine_and_does_not_end_it(llm):
 
 
 def test_outputs_that_another_call_took_are_not_waited_for(llm):
-    def take():
-        while not llm.has_unfinished:
-            time.sleep(0.001)
-        while llm.has_unfinished:
-            llm.step()
-
-    thief = threading.Thread(target=take)
-    thief.start()
-    try:
-        llm.generate([[1, 2]], greedy(40))
-    except EngineError as error:
-        assert "taken, by another call" in str(error)  # noqa: PT017 - who wins is not decided
-    thief.join()
+    with ThreadPoolExecutor(1) as pool:
+        with llm._turns:
+            run = pool.submit(llm.generate, [[1, 2]], greedy(40))
+            queued(llm._turns, 1)
+        with llm._turns:  # the request is there, and its next turn comes after this one
+            while llm.has_unfinished:
+                llm.step()
+        with pytest.raises(EngineError, match="taken, by another call"):
+            run.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("prompt", [np.array([1, 2, 3]), torch.tensor([1, 2, 3]), (1, 2, 3)])
@@ -150,14 +167,6 @@ def test_what_are_no_sampling_parameters(llm):
     assert not llm.has_unfinished
 
 
-def queued(turns, count):
-    """Wait until just `count` threads wait for their turn."""
-    deadline = time.monotonic() + 10
-    while turns.waiting != count:
-        assert time.monotonic() < deadline
-        time.sleep(0)
-
-
 def test_turns_go_round():
     """A thread that took step after step kept the others out."""
     turns, order = Turns(), []
@@ -174,7 +183,7 @@ def test_turns_go_round():
             thread.start()
             queued(turns, count)
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_S)
     assert "".join(order) == "abcd" * 3
 
 
@@ -198,13 +207,13 @@ def test_an_interrupted_wait_gives_up_its_turn():
     saved = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         holder.start()
-        has_turn.wait(10)
+        assert has_turn.wait(PATIENCE_S)
         with pytest.raises(KeyboardInterrupt), turns:
             used.append(False)
     finally:
         signal.signal(signal.SIGUSR1, saved)
-    holder.join(30)
-    after.join(30)
+    holder.join(PATIENCE_S)
+    after.join(PATIENCE_S)
     with turns:
         assert used == [True]
     assert turns.waiting == 0
