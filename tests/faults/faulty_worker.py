@@ -66,7 +66,7 @@ def break_load() -> None:
     def faulty_fill(*arguments):  # type: ignore[no-untyped-def]
         note("load")
         if FAULT == "slow-load":
-            time.sleep(30)
+            time.sleep(1000)  # longer than any patience
         if FAULT.startswith("load-"):
             act(FAULT.removeprefix("load-"))
         return fill(*arguments)

@@ -18,6 +18,7 @@ from nanoinfer import LLM, ConfigError, EngineError, SamplingParams
 from nanoinfer.runner import ranks
 
 HERE = Path(__file__).parent
+PATIENCE_S = 100.0  # for what takes a second, on however busy a machine
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
@@ -51,7 +52,7 @@ class Log:
         until(lambda: not any(map(is_running, pids)), f"of {pids} some still run")
 
 
-def until(condition: Callable[[], Any], message: str, seconds: float = 60) -> Any:
+def until(condition: Callable[[], Any], message: str, seconds: float = PATIENCE_S) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, message
@@ -91,11 +92,11 @@ FAILURES = [
 @pytest.mark.parametrize(("fault", "message"), FAILURES, ids=[fault for fault, _ in FAILURES])
 def test_a_rank_fails_in_a_step(model: Path, log: Log, monkeypatch: pytest.MonkeyPatch, fault: str, message: str):
     monkeypatch.setenv("NANOINFER_TEST_FAULT", fault)
-    with start(model, tp_timeout=1.5 if fault == "hang" else 120) as llm:
+    with start(model, tp_timeout=1.5 if fault == "hang" else 1000) as llm:  # nothing else ends by the time-out
         began = time.monotonic()
         with pytest.raises(EngineError, match=message):
             llm.generate([[1, 2, 3]], LONG)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < PATIENCE_S
         log.assert_all_gone()
         with pytest.raises(EngineError, match=message):  # not a hang, and not another error
             llm.generate([[1, 2, 3]], LONG)
@@ -162,7 +163,7 @@ def test_a_second_ctrl_c_ends_a_step_that_hangs(model: Path, log: Log, monkeypat
     """The main thread waits in a collective, where Python runs no signal handler."""
     monkeypatch.setenv("NANOINFER_TEST_FAULT", "hang")
     code = "import os, signal, time\nfor _ in range(2): time.sleep(0.5); os.kill(os.getppid(), signal.SIGINT)\n"
-    with start(model) as llm:
+    with start(model, tp_timeout=1000) as llm:
         began = time.monotonic()
         helper = None
         try:
@@ -182,7 +183,7 @@ def test_a_second_ctrl_c_ends_a_step_that_hangs(model: Path, log: Log, monkeypat
         finally:
             if helper is not None:
                 helper.wait()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < PATIENCE_S
         log.assert_all_gone()
 
 
@@ -236,7 +237,7 @@ class Program:
         """As Ctrl-C at the terminal does: to the whole foreground process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def finish(self, seconds: float = 10) -> tuple[int, str]:
+    def finish(self, seconds: float = PATIENCE_S) -> tuple[int, str]:
         _, errors = self.process.communicate(timeout=seconds)
         self._log.assert_all_gone()
         assert "Traceback" not in errors
@@ -283,7 +284,7 @@ def torchrun_bench(model: Path, *options: str) -> subprocess.CompletedProcess[st
         "--kernels", "cpu", "--num-blocks", "64", "--num-prompts", "2", "--input-len", "5", "--output-len", "4",
         "--json", *options,
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
 
 def test_ranks_that_torchrun_starts(model: Path):
@@ -311,7 +312,7 @@ def test_a_program_that_torchrun_starts(model: Path, tmp_path: Path):
         "    [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))\n"
         "print(len(output.outputs[0].token_ids))\n"
     )
-    result = subprocess.run([*TORCHRUN, program, model], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([*TORCHRUN, program, model], capture_output=True, text=True, timeout=250)
     assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr
 
 
