@@ -48,9 +48,11 @@ def comparable(path: Path) -> list[dict[str, Any]]:
 
 def results_in(partial: Path) -> list[bytes]:
     """The whole result lines of a partial file, in any state."""
-    if not partial.exists():
+    try:
+        content = partial.read_bytes()
+    except FileNotFoundError:  # not there yet, or no longer
         return []
-    return [line for line in partial.read_bytes().splitlines(keepends=True)[1:] if line.endswith(b"\n")]
+    return [line for line in content.splitlines(keepends=True)[1:] if line.endswith(b"\n")]
 
 
 def finish(arguments: list[str], log: Path) -> None:
