@@ -1,7 +1,7 @@
 """`nanoinfer` as a process of its own, with the stand-in engine: python fake_main.py [ENGINE SETTINGS] -- ARGUMENTS.
 
-Settings are names from `SETTINGS`, and takes-time; the line "step N" on standard error says that step N begins, where
-asked for.
+Settings are names from `SETTINGS`, takes-time and is-quick; the line "step N" on standard error says that step N
+begins, where asked for.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ if __name__ == "__main__":
     for name in sys.argv[1:split]:
         if name == "takes-time":  # a person whose next key never comes at once
             chat_loop.SECOND_S = 0.0
+        elif name == "is-quick":  # a person whose next key always comes at once
+            chat_loop.SECOND_S = 1e9
         else:
             settings |= SETTINGS[name]
     services = Services(lambda config, notify: FakeLLM(config, **settings), find_limits=lambda config: None)

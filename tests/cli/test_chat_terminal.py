@@ -88,7 +88,7 @@ def test_control_c_while_thinking_keeps_the_question(start: Start) -> None:
 
 
 def test_a_second_control_c_leaves_with_130(start: Start) -> None:
-    child = start("endless")
+    child = start("endless", "is-quick")
     child.send("go\r")
     child.expect("word word word")
     child.sendintr()
