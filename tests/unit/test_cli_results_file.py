@@ -342,7 +342,7 @@ def test_a_write_is_on_disk_soon_without_another_one() -> None:
     done = threading.Event()
     group = GroupSync(7, delay=0, sync=lambda fd: done.set())
     group.written()
-    assert done.wait(5)
+    assert done.wait(100)
     group.close()
     assert durable.SYNC_DELAY_S <= 1
 
@@ -358,7 +358,7 @@ def test_a_sync_that_failed_is_told_at_the_next_write() -> None:
 
     group = GroupSync(7, delay=0, sync=sync)
     group.written()
-    assert failed.wait(5)
+    assert failed.wait(100)
     group.close()
     with pytest.raises(OSError, match="Input/output error"):
         group.written()
