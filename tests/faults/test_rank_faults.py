@@ -18,6 +18,7 @@ from nanoinfer import LLM, ConfigError, EngineError, SamplingParams
 from nanoinfer.runner import ranks
 
 HERE = Path(__file__).parent
+PROMPTLY_S = 10.0  # the longest that a failure may stay untold
 PATIENCE_S = 100.0  # for what takes a second, on however busy a machine
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 TINY = {
@@ -96,7 +97,7 @@ def test_a_rank_fails_in_a_step(model: Path, log: Log, monkeypatch: pytest.Monke
         began = time.monotonic()
         with pytest.raises(EngineError, match=message):
             llm.generate([[1, 2, 3]], LONG)
-        assert time.monotonic() - began < PATIENCE_S
+        assert time.monotonic() - began < PROMPTLY_S
         log.assert_all_gone()
         with pytest.raises(EngineError, match=message):  # not a hang, and not another error
             llm.generate([[1, 2, 3]], LONG)
