@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import count
-from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,11 +49,16 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | PathLike[str] | EngineConfig | None = None, *, notify: Notify | None = None, **options: Any
+        self,
+        model: str | os.PathLike[str] | EngineConfig | None = None,
+        *,
+        notify: Notify | None = None,
+        **options: Any,
     ) -> None:
         from nanoinfer.engine.block_manager import BlockManager
         from nanoinfer.engine.engine import LLMEngine
         from nanoinfer.engine.scheduler import Scheduler
+        from nanoinfer.engine.tokenizer import Tokenizer, has_tokenizer
         from nanoinfer.engine.turns import Turns
         from nanoinfer.loading import silent
         from nanoinfer.loading.folder import read_generation_config, read_model_config
@@ -76,7 +80,7 @@ class LLM:
         )
         wake_gpu(config.device)
         model_config = self.model_config = read_model_config(source.folder)
-        self.tokenizer = _open_tokenizer(source.folder)
+        self.tokenizer = Tokenizer.from_folder(source.folder) if has_tokenizer(source.folder) else None
         self.default_sampling = _default_sampling(read_generation_config(source.folder))
         plane, self._executor = open_data_plane(config, model_config, source.folder, notify)
         self.model_folder = source.folder
@@ -144,9 +148,7 @@ class LLM:
                     deltas = self._take(own)
                     if not deltas and not self._engine.has_unfinished:
                         raise EngineError("a request was ended, or its output taken, by another call of this LLM.")
-                for delta in deltas:
-                    if delta.output is not None:
-                        done[delta.request_id] = delta.output
+                done |= {delta.request_id: delta.output for delta in deltas if delta.output is not None}
         finally:
             for request_id in request_ids:
                 if request_id not in done:
@@ -365,7 +367,7 @@ class TokenStream:
         self._llm._drop(self.request_id)
 
 
-def _config_of(model: str | PathLike[str] | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
+def _config_of(model: str | os.PathLike[str] | EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
     if not isinstance(model, EngineConfig):
         return EngineConfig.from_options({"model": model, **options})
     if options:
@@ -377,12 +379,6 @@ def _device_of(config: EngineConfig) -> torch.device:
     from nanoinfer.runner.build import resolve_device
 
     return resolve_device(config.device)
-
-
-def _open_tokenizer(folder: Path) -> Tokenizer | None:
-    from nanoinfer.engine.tokenizer import Tokenizer, has_tokenizer
-
-    return Tokenizer.from_folder(folder) if has_tokenizer(folder) else None
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
