@@ -17,6 +17,7 @@ from nanoinfer.kernels import (
     few_tokens_matmul,
     gemv,
     norm,
+    persistent_layer,
     prefill_attention,
     reference,
     rope,
@@ -24,6 +25,8 @@ from nanoinfer.kernels import (
     skinny_matmul,
 )
 from nanoinfer.kernels.common import is_hopper
+from nanoinfer.kernels.layer_cuts import layer_cuts
+from nanoinfer.kernels.layer_products import LayerProducts
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -223,3 +226,94 @@ def product_twin(x, weight, norm_weight=None, eps=0.0, bias=None, residual=None,
         out = reference.silu_mul(out)
     out = out if bias is None else out + bias.float()
     return (out if residual is None else out + residual.float()).to(BF16)
+
+
+def layer_products(hidden, attended, inner, qkv, *, bias=False, seed=0):
+    def weight(rows, width, number):
+        return normal(rows, width, dtype=BF16, device=DEVICE, seed=seed + number) * width**-0.5
+
+    return LayerProducts(
+        o=weight(hidden, attended, 1),
+        norm=normal(hidden, dtype=BF16, device=DEVICE, seed=seed + 2),
+        gate_up=weight(2 * inner, hidden, 3),
+        down=weight(hidden, inner, 4),
+        next_norm=normal(hidden, dtype=BF16, device=DEVICE, seed=seed + 5),
+        next_qkv=weight(qkv, hidden, 6),
+        next_qkv_bias=normal(qkv, dtype=BF16, device=DEVICE, seed=seed + 7) if bias else None,
+        eps=EPS,
+    )
+
+
+def layer_twin(attended, hidden, products):
+    """Rounded where the layer's results are: in float32 otherwise."""
+    hidden = product_twin(attended, products.o, residual=hidden)
+    inner = product_twin(hidden, products.gate_up, norm_weight=products.norm, eps=EPS, swiglu=True)
+    hidden = product_twin(inner, products.down, residual=hidden)
+    return hidden, product_twin(
+        hidden, products.next_qkv, norm_weight=products.next_norm, eps=EPS, bias=products.next_qkv_bias
+    )
+
+
+def at_once(attended, hidden, products):
+    cores = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    cuts = layer_cuts(products.o.shape[0], products.o.shape[1], products.down.shape[1], len(products.next_qkv), cores)
+    return persistent_layer.persistent_layer(attended, hidden, products, cuts)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (128, 128, 128, 8),
+        (384, 256, 640, 1000),
+        (1024, 2048, 3072, 4096),
+        (2048, 2048, 6144, 4096),
+        (3584, 3584, 18944, 4608),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.skipif(not is_hopper(DEVICE), reason="needs a Hopper GPU")
+def test_a_layer_at_once_is_its_products_one_after_the_other(sizes, bias):
+    """Twice each: counters of splits and meetings go on from where they are. A NaN stays in its token's row."""
+    products = layer_products(*sizes, bias=bias)
+    for tokens in (1, 2, 7, 16, 17, 32, 33, 64):
+        hidden = normal(tokens, sizes[0], dtype=BF16, device=DEVICE, seed=tokens)
+        attended = normal(tokens, sizes[1] + 8, dtype=BF16, device=DEVICE)[:, : sizes[1]]
+        expected = layer_twin(attended, hidden, products)
+        before = hidden.clone()
+        first, second = at_once(attended, hidden, products), at_once(attended, hidden, products)
+        for actual, again, wanted in zip(first, second, expected, strict=True):
+            assert_close(actual, wanted)
+            assert torch.equal(actual, again)
+        assert torch.equal(hidden, before)
+        hidden[-1] = float("nan")
+        for actual, spoiled in zip(first, at_once(attended, hidden, products), strict=True):
+            assert torch.equal(actual[:-1], spoiled[:-1])
+            assert spoiled[-1].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 64])
+@pytest.mark.skipif(not is_hopper(DEVICE), reason="needs a Hopper GPU")
+def test_layers_at_once_in_a_graph_equal_one_launch_after_the_other(tokens, monkeypatch):
+    """Dependent launches: each starts with its weights while the one before still runs."""
+    layers = [layer_products(1024, 2048, 3072, 4096, seed=10 * i) for i in range(6)]
+    start = normal(tokens, 1024, dtype=BF16, device=DEVICE)
+    attended = normal(tokens, 2048, dtype=BF16, device=DEVICE, seed=1)
+
+    def run():
+        hidden, qkv = start, None
+        for products in layers:
+            hidden, qkv = at_once(attended if qkv is None else qkv[:, :2048], hidden, products)
+        return hidden, qkv
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    monkeypatch.setattr(persistent_layer, "pdl_options", lambda x: {"PDL": False})
+    expected = run()
+    torch.cuda.synchronize()
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured[0], expected[0])
+        assert torch.equal(captured[1], expected[1])

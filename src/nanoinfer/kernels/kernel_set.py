@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
+from nanoinfer.kernels.layer_products import LayerProducts
 
 
 class KernelSet:
@@ -51,6 +52,12 @@ class KernelSet:
     def norm_swiglu(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
         """silu(gate) * up of rms_norm(x), with weight [2 I, H] = gate rows, then up rows -> [T, I]."""
         return self.silu_mul(self.norm_linear(x, norm_weight, eps, weight, bias))
+
+    def between_attentions(
+        self, attended: Tensor, hidden: Tensor, products: LayerProducts
+    ) -> tuple[Tensor, Tensor] | None:
+        """attended [T, Q], hidden [T, H] -> hidden and qkv of LayerProducts; None where that is done step by step."""
+        return None
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I]."""

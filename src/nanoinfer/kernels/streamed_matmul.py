@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanoinfer.kernels.common import pdl_options
+from nanoinfer.kernels.thread_barrier import thread_barrier
 
 
 class StreamConfig(NamedTuple):
@@ -99,12 +100,12 @@ def _stream_kernel(
     for step in gl.static_range(STEPS):
         async_copy.wait_group(STAGES - 1)  # the weights, and this step's tokens
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         x = tokens.index(step % STAGES).permute((1, 0))
         acc = warpgroup_mma(weights.index(step), x, acc, is_async=True)
         if step + STAGES < STEPS:
             acc = warpgroup_mma_wait(0, deps=[acc])
-            gl.thread_barrier()  # no warp reads the slot any more
+            thread_barrier()  # no warp reads the slot any more
             ahead = x_at + (step + STAGES) * BLOCK_K
             async_copy.async_copy_global_to_shared(tokens.index(step % STAGES), ahead, mask=there)
         async_copy.commit_group()  # an empty one keeps the count
@@ -117,11 +118,11 @@ def _stream_kernel(
     last = True
     if SPLITS > 1:
         gl.store(part_ptr + split * (BLOCK_N * BLOCK_M), acc)
-        gl.thread_barrier()  # all threads' stores come before the release
+        thread_barrier()  # all threads' stores come before the release
         last = gl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
     if last:
         if SPLITS > 1:
-            gl.thread_barrier()
+            thread_barrier()
             acc = gl.load(part_ptr, cache_modifier=".cg")  # written by other programs: not from this core's L1
             for other in gl.static_range(1, SPLITS):
                 acc += gl.load(part_ptr + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")

@@ -14,12 +14,14 @@ from nanoinfer.kernels import (
     gemv,
     keep_bounds,
     norm,
+    persistent_layer,
     rope,
     sampling,
     skinny_matmul,
 )
 from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.kernels.layer_products import LayerProducts
 
 
 class TritonKernels(KernelSet):
@@ -53,6 +55,12 @@ class TritonKernels(KernelSet):
         if bias is None and (product := _fused(x, weight, swiglu=True)):
             return product(x, weight, norm_weight=norm_weight, eps=eps, swiglu=True)
         return super().norm_swiglu(x, norm_weight, eps, weight, bias)
+
+    def between_attentions(
+        self, attended: Tensor, hidden: Tensor, products: LayerProducts
+    ) -> tuple[Tensor, Tensor] | None:
+        cuts = persistent_layer.chosen_cuts(len(hidden), products)
+        return persistent_layer.persistent_layer(attended, hidden, products, cuts) if cuts else None
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)

@@ -7,6 +7,7 @@ Mistral one without.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from nanoinfer.attention.base import AttentionPlan
 from nanoinfer.kernels.heads import NO_QK_NORM, KVCache, QKNorm
 from nanoinfer.kernels.kernel_set import KernelSet
+from nanoinfer.kernels.layer_products import LayerProducts
 from nanoinfer.layers.embedding import Embedding, LMHead
 from nanoinfer.layers.group import ALONE, Group
 from nanoinfer.layers.linear import Linear
@@ -33,6 +35,7 @@ class DecoderLayer:
     def __init__(
         self, config: ModelConfig, kernels: KernelSet, dtype: torch.dtype, device: torch.device, group: Group
     ) -> None:
+        self._kernels, self._group = kernels, group
         partition, head_dim = group.partition, config.head_dim
         hidden, inner = Span.whole(config.hidden_size), partition.features(config.intermediate_size)
         q, kv = partition.query_heads(config).times(head_dim), partition.kv_heads(config).times(head_dim)
@@ -56,24 +59,40 @@ class DecoderLayer:
             q_norm, k_norm = self._head_norms.values()
             self.qk_norm = QKNorm(q_norm.weight, k_norm.weight, config.rms_norm_eps)
 
-    def forward(
-        self, hidden: Tensor, cache: KVCache, attention: AttentionPlan, sample_at: Tensor | None = None
-    ) -> Tensor:
-        """[T, H] -> [T, H]; this step's keys and values go into the cache.
-
-        With `sample_at` int64 [S], of the tokens there alone, which all end a sequence: [S, H].
-        """
+    def qkv(self, hidden: Tensor) -> Tensor:
+        """What attention starts from: [T, H] -> [T, (heads + 2 kv_heads) * D]."""
         qkv = self.qkv_proj.after_norm(hidden, self.input_layernorm)
-        if self._repeated is not None:
-            qkv = qkv[:, self._repeated]
-        attended = attention.run(qkv, self.qk_norm, cache, sample_at)
-        if sample_at is not None:
-            hidden = hidden[sample_at]
-            if not len(sample_at):
-                return hidden
+        return qkv if self._repeated is None else qkv[:, self._repeated]
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """What comes after attention: hidden [T, H], attended [T, heads * D] -> hidden [T, H]."""
         hidden = self.o_proj.add_to(hidden, attended)
         inner = self.gate_up_proj.swiglu_after_norm(hidden, self.post_attention_layernorm)
         return self.down_proj.add_to(hidden, inner)
+
+    def finish_and_start(self, hidden: Tensor, attended: Tensor, following: DecoderLayer) -> tuple[Tensor, Tensor]:
+        """hidden of this layer, qkv of the following one."""
+        if (products := self.products_until(following)) is not None:
+            at_once = self._kernels.between_attentions(attended, hidden, products)
+            if at_once is not None:
+                return at_once
+        hidden = self.finish(hidden, attended)
+        return hidden, following.qkv(hidden)
+
+    def products_until(self, following: DecoderLayer) -> LayerProducts | None:
+        """None where they are more than products: with sums over ranks, repeated heads or biases after attention."""
+        if self._group.size > 1 or self.o_proj.bias is not None or self.down_proj.bias is not None:
+            return None
+        return LayerProducts(
+            self.o_proj.weight,
+            self.post_attention_layernorm.weight,
+            self.gate_up_proj.weight,
+            self.down_proj.weight,
+            following.input_layernorm.weight,
+            following.qkv_proj.weight,
+            following.qkv_proj.bias,
+            self.input_layernorm.eps,
+        )
 
     def weight_slots(self, prefix: str) -> dict[str, WeightSlot]:
         slots = {
@@ -140,11 +159,16 @@ class Decoder:
         for all tokens -> [S, H].
         """
         hidden = self.embed_tokens.forward(input_ids)
-        *others, last = zip(self.layers, kv_caches, strict=True)
-        for layer, cache in others:
-            hidden = layer.forward(hidden, cache, attention)
+        last = self.layers[-1]
+        qkv = self.layers[0].qkv(hidden)
+        for (layer, following), cache in zip(pairwise(self.layers), kv_caches[:-1], strict=True):
+            attended = attention.run(qkv, layer.qk_norm, cache, None)
+            hidden, qkv = layer.finish_and_start(hidden, attended, following)
         # What the last layer gives for other tokens, nobody reads: of a long prompt a layer's work, less a QKV product.
-        return last[0].forward(hidden, last[1], attention, sample_at)
+        attended = attention.run(qkv, last.qk_norm, kv_caches[-1], sample_at)
+        if sample_at is None:
+            return last.finish(hidden, attended)
+        return last.finish(hidden[sample_at], attended) if len(sample_at) else hidden[sample_at]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> float32 [S, V]."""
