@@ -17,6 +17,7 @@ from nanoinfer.kernels import (
     few_tokens_matmul,
     gemv,
     norm,
+    peer_exchange,
     persistent_layer,
     prefill_attention,
     reference,
@@ -317,3 +318,39 @@ def test_layers_at_once_in_a_graph_equal_one_launch_after_the_other(tokens, monk
         torch.cuda.synchronize()
         assert torch.equal(captured[0], expected[0])
         assert torch.equal(captured[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("capacity", "count", "dtype"),
+    [(1024, 1024, BF16), (4096, 131_072, BF16), (8192, 262_144, torch.float32), (4096, 4096 * 31 * 2 + 62, BF16)],
+)
+def test_two_ranks_on_one_device_exchange_through_its_memory(capacity, count, dtype):
+    """Each rank on a stream of its own. Both kernels are loaded first: loading waits for kernels that run."""
+    nbytes = peer_exchange.PeerBuffers.nbytes(2, capacity)
+    memory = [torch.zeros(nbytes // 4, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    addresses = [part.data_ptr() for part in memory]
+    buffers = [peer_exchange.PeerBuffers.at(addresses, rank, capacity, DEVICE) for rank in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    fits = buffers[0].fits(torch.empty(count, dtype=dtype, device=DEVICE))
+    for own in buffers:
+        own.abort.fill_(1)
+        peer_exchange.all_reduce(torch.zeros(count, dtype=dtype, device=DEVICE), own)
+        if fits:
+            peer_exchange.all_gather(torch.zeros(count, dtype=dtype, device=DEVICE), own)
+        torch.cuda.synchronize()
+        own.abort.zero_()
+        own.numbers.zero_()
+    for part in memory:
+        part.zero_()
+    for number in range(20):
+        parts = [normal(count, dtype=dtype, device=DEVICE, seed=2 * number + rank) for rank in range(2)]
+        total, both = (parts[0].float() + parts[1].float()).to(dtype), torch.stack(parts)
+        torch.cuda.synchronize()
+        for operation in (peer_exchange.all_gather, peer_exchange.all_reduce) if fits else (peer_exchange.all_reduce,):
+            results = []
+            for own, part, stream in zip(buffers, parts, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append(operation(part, own))
+            torch.cuda.synchronize()
+            expected = both if operation is peer_exchange.all_gather else total
+            assert all(torch.equal(result, expected) for result in results)
