@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from nanoinfer.kernels.common import HOPPER_SHARED_MEMORY
+from nanoinfer.kernels.layer_cuts import MAX_TILES
+from nanoinfer.kernels.persistent_layer import SLOTS
 
 
 def test_they_compile_for_a_hopper_gpu_and_fit_into_its_shared_memory():
@@ -25,3 +27,8 @@ def test_they_compile_for_a_hopper_gpu_and_fit_into_its_shared_memory():
         assert record["instructions"]["griddepcontrol.wait"] == 1, (name, record)
     for block in (16, 32, 64):  # gate and up rows come interleaved, by one request with four dimensions
         assert kernels[f"persistent {block}"]["instructions"]["cp.async.bulk.tensor.4d"] > 0
+
+
+def test_all_tiles_of_a_step_fit_into_the_ring():
+    """They are given back together, so a step with more of them would wait for itself."""
+    assert min(SLOTS.values()) >= MAX_TILES

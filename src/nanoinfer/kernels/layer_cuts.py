@@ -35,9 +35,10 @@ class LayerCuts(NamedTuple):
 
 @cache
 def layer_cuts(hidden: int, attended: int, inner: int, qkv: int, cores: int) -> LayerCuts | None:
-    """For a layer with so many features: cuts that keep as many cores busy as they can; None if tiles would be broken.
+    """For a layer with so many features: cuts that keep as many cores busy as they can.
 
-    Products that are added to the hidden state may have splits: the tiles of the others do not wait for each other.
+    None where tiles would be broken, or a program would have more than MAX_TILES (layers much larger than the device).
+    Only products that are added to the hidden state have splits: their sums pass through memory anyway.
     """
     if any(width % TILE_WIDTH for width in (hidden, attended, inner)):
         return None

@@ -5,8 +5,9 @@ weights need nothing. One program per core runs from the first to the last. One 
 of all four weights, through a ring in shared memory (TMA); four multiply them with the tokens (wgmma). Between two
 products all programs meet; meanwhile weights of the next one arrive.
 
-A norm's factor belongs to a token, so it can wait: the hidden state times the norm's weight is multiplied, which
-whoever finishes a tile writes along with the sums of its squares, and the product's sums are scaled at its end.
+A norm's factor belongs to a token, so it can wait. A product takes the hidden state times the norm's weight, which the
+program that finishes a tile of it writes, together with the sums of its squares; what it gives is scaled at its end.
+Rows of tokens beyond the last hold anything: a token is a column of every product and stays one.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Scratch(NamedTuple):
     """Memory that programs hand each other results in."""
 
     weighted: object  # [BLOCK_M, H]: the hidden state times a norm's weight
-    squares: object  # float32 [tiles of H, BLOCK_M]: of the hidden state
+    squares: object  # float32 [tiles of H, BLOCK_M]: sums over the hidden state's squares
     inner: object  # [BLOCK_M, I]
     partial: object  # float32 [tiles, splits, ROWS, BLOCK_M]
-    counters: object  # int32 [tiles]: splits that are there; zero between products
+    counters: object  # int32 [programs / splits]: splits that are there; zero between products
     meetings: object  # int64 [1]: arrivals at all meetings of so many programs there ever were
 
 
@@ -220,7 +221,7 @@ def _compute_all(
         _store_qkv(sums, factors, bias_ptr, qkv_ptr, M, QKV, BLOCK_M, BIAS)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def _persistent_kernel(
     attended_desc,  # [M, Q]
     hidden_ptr,  # [M, H]
@@ -272,7 +273,8 @@ def _persistent_kernel(
 @cache
 def _counters(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
     """Of splits and of meetings, for all launches of so many programs on a device, which one stream keeps apart."""
-    return torch.zeros(1024, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    assert not torch.cuda.is_current_stream_capturing()  # a graph would set them to zero at every replay
+    return torch.zeros(programs, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
@@ -280,6 +282,7 @@ def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _paired_tiles(gate_up: Tensor) -> TensorDescriptor:
+    """The gate rows 8 i to 8 i + 7, then their up rows, for each i: [I / 8, 2, 8, H]."""
     half, width = gate_up.shape[0] // 2, gate_up.shape[1]
     shape, strides = [half // 8, 2, 8, width], [8 * width, half * width, width, 1]
     return TensorDescriptor(gate_up, shape, strides, [TILE_ROWS // 16, 2, 8, TILE_WIDTH], PAIRS.value)
@@ -305,9 +308,16 @@ def chosen_cuts(tokens: int, products: LayerProducts) -> LayerCuts | None:
 def persistent_layer(
     attended: Tensor, hidden: Tensor, products: LayerProducts, cuts: LayerCuts
 ) -> tuple[Tensor, Tensor]:
-    """attended [M, Q], hidden [M, H] bfloat16, M <= MAX_TOKENS -> the layer's hidden state [M, H], and qkv [M, N]."""
+    """attended [M, Q], hidden [M, H] bfloat16, M <= MAX_TOKENS -> the layer's hidden state [M, H], and qkv [M, N].
+
+    Launches on one device must be on one stream: they share counters, and each needs nearly all of the device's cores.
+    """
     tokens, width = hidden.shape
     assert tokens <= MAX_TOKENS, hidden.shape
+    assert width == cuts.o.rows, (hidden.shape, cuts)
+    assert hidden.is_contiguous()
+    assert hidden.dtype == attended.dtype == torch.bfloat16
+    assert products.gate_up.is_contiguous()
     block = next(size for size in SLOTS if tokens <= size)
 
     def new(*shape: int, dtype: torch.dtype = hidden.dtype) -> Tensor:
@@ -315,7 +325,8 @@ def persistent_layer(
 
     out, qkv = new(tokens, width), new(tokens, cuts.qkv.rows)
     weighted, inner = new(block, width), new(block, products.down.shape[1])
-    partial_rows = max(cut.programs * cut.tiles for cut in (cuts.o, cuts.down)) * TILE_ROWS
+    tiles = max(cut.programs // cut.splits * cut.tiles for cut in (cuts.o, cuts.down))  # with those beyond the last row
+    parts = max(cut.programs * cut.tiles for cut in (cuts.o, cuts.down))
     _persistent_kernel[(cuts.programs,)](
         _tiles(attended, block),
         hidden,
@@ -327,10 +338,10 @@ def persistent_layer(
         products.next_qkv_bias,
         weighted,
         _tiles(weighted, block),
-        new(triton.cdiv(width, TILE_ROWS), block, dtype=torch.float32),
+        new(tiles, block, dtype=torch.float32),
         inner,
         _tiles(inner, block),
-        new(partial_rows, block, dtype=torch.float32),
+        new(parts * TILE_ROWS, block, dtype=torch.float32),
         *_counters(hidden.device, cuts.programs),
         _tiles(products.o, TILE_ROWS),
         _paired_tiles(products.gate_up),

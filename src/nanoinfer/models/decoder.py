@@ -80,8 +80,9 @@ class DecoderLayer:
         return hidden, following.qkv(hidden)
 
     def products_until(self, following: DecoderLayer) -> LayerProducts | None:
-        """None where they are more than products: with sums over ranks, repeated heads or biases after attention."""
-        if self._group.size > 1 or self.o_proj.bias is not None or self.down_proj.bias is not None:
+        """None where they are more than products: with sums over ranks, or biases after attention."""
+        after_attention = (self.o_proj, self.gate_up_proj, self.down_proj)
+        if self._group.size > 1 or any(linear.bias is not None for linear in after_attention):
             return None
         return LayerProducts(
             self.o_proj.weight,

@@ -61,9 +61,8 @@ def _layer_operations(model: Decoder, device: torch.device, tokens: int) -> list
 
     hidden, attended, inner = (linear.weight.shape[1] for linear in (layer.qkv_proj, layer.o_proj, layer.down_proj))
     products = layer.products_until(layer)  # those until the next layer have the same shapes
-    at_once = partial(model.kernels.between_attentions, zeros(attended), zeros(hidden), products) if products else None
     return [
-        *([at_once] if at_once else []),
+        lambda: products and model.kernels.between_attentions(zeros(attended), zeros(hidden), products),
         lambda: layer.qkv_proj.after_norm(zeros(hidden), layer.input_layernorm),
         lambda: layer.o_proj.add_to(zeros(hidden), zeros(attended)),
         lambda: layer.gate_up_proj.swiglu_after_norm(zeros(hidden), layer.post_attention_layernorm),
