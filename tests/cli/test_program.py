@@ -266,7 +266,7 @@ def test_nothing_that_is_refused_or_only_told_imports_torch(arguments: tuple[str
 
 @pytest.mark.parametrize(("arguments", "limit"), [(("--help",), 0.3), (("generate", "--help"), 0.5)])
 def test_help_is_quick(arguments: tuple[str, ...], limit: float) -> None:
-    """In seconds of CPU time, the best of five, or, on a busy or slow machine, in terms of what typer alone takes."""
+    """In seconds of CPU time or, on a slow machine, in terms of what typer takes just before; the best of ten."""
 
     def cost(*command: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -274,8 +274,13 @@ def test_help_is_quick(arguments: tuple[str, ...], limit: float) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    typer_alone = min(cost("-c", "import typer") for _ in range(3))
-    assert min(cost("-m", "nanoinfer", *arguments) for _ in range(5)) < max(limit, 2.5 * typer_alone)
+    tried = []
+    for _ in range(10):
+        tried.append((cost("-c", "import typer"), cost("-m", "nanoinfer", *arguments)))
+        typer_alone, ours = tried[-1]
+        if ours < max(limit, 3 * typer_alone):
+            return
+    pytest.fail(f"{limit} s are allowed; typer alone and ours: {tried}")
 
 
 def test_a_reader_that_leaves_early_ends_the_program_quietly() -> None:
