@@ -70,9 +70,11 @@ class DecoderLayer:
         inner = self.gate_up_proj.swiglu_after_norm(hidden, self.post_attention_layernorm)
         return self.down_proj.add_to(hidden, inner)
 
-    def finish_and_start(self, hidden: Tensor, attended: Tensor, following: DecoderLayer) -> tuple[Tensor, Tensor]:
-        """hidden of this layer, qkv of the following one."""
-        if (products := self.products_until(following)) is not None:
+    def finish_and_start(
+        self, hidden: Tensor, attended: Tensor, following: DecoderLayer, products: LayerProducts | None
+    ) -> tuple[Tensor, Tensor]:
+        """hidden of this layer, qkv of the following one; products: those until there."""
+        if products is not None:
             at_once = self._kernels.between_attentions(attended, hidden, products)
             if at_once is not None:
                 return at_once
@@ -145,6 +147,7 @@ class Decoder:
             config.vocab_size, config.hidden_size, kernels=kernels, dtype=dtype, device=device, group=group
         )
         self.layers = [DecoderLayer(config, kernels, dtype, device, group) for _ in range(config.num_layers)]
+        self._products = [layer.products_until(following) for layer, following in pairwise(self.layers)]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         head_weight = self.embed_tokens.weight
         if not config.tie_word_embeddings:
@@ -162,9 +165,10 @@ class Decoder:
         hidden = self.embed_tokens.forward(input_ids)
         last = self.layers[-1]
         qkv = self.layers[0].qkv(hidden)
-        for (layer, following), cache in zip(pairwise(self.layers), kv_caches[:-1], strict=True):
+        steps = zip(pairwise(self.layers), self._products, kv_caches[:-1], strict=True)
+        for (layer, following), products, cache in steps:
             attended = attention.run(qkv, layer.qk_norm, cache, None)
-            hidden, qkv = layer.finish_and_start(hidden, attended, following)
+            hidden, qkv = layer.finish_and_start(hidden, attended, following, products)
         # What the last layer gives for other tokens, nobody reads: of a long prompt a layer's work, less a QKV product.
         attended = attention.run(qkv, last.qk_norm, kv_caches[-1], sample_at)
         if sample_at is None:
