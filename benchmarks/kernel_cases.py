@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import Tensor
 from nanoinfer.kernels import (
     activation,
     decode_attention,
+    decode_splits,
+    few_decodes_attention,
     keep_bounds,
     norm,
     prefill_attention,
@@ -89,8 +90,6 @@ def decode(
     context: int,
     block_size: int,
     configs: Iterable[Any],
-    min_split_tokens: tuple[int, ...] = (128,),
-    prefetches: tuple[bool | None, ...] = (None,),
 ) -> None:
     """Plain and fused decode attention over several layers' caches."""
     per_layer = batch * context * model.kv_heads * model.head_dim * 4
@@ -127,22 +126,19 @@ def decode(
     expected = reference.paged_attention(
         heads[0][some], *data.caches[-1], data.tables[some], data.starts[: some.stop + 1], data.lengths[some], scale
     )
-    for config, tokens, prefetch in itertools.product(configs, min_split_tokens, prefetches):
+    small = decode_splits.is_small(batch, model.kv_heads, bench.device)
+    attend_fused = few_decodes_attention.few_decodes_attention if small else decode_attention.fused_decode_attention
+    for config in configs:
 
-        def fused(config: Any = config, tokens: int = tokens, prefetch: bool | None = prefetch) -> Tensor:
+        def fused(config: Any = config) -> Tensor:
             for k, v in data.caches:
-                out = decode_attention.fused_decode_attention(
+                out = attend_fused(
                     qkv, head_norm, head_norm, EPS, data.cos_sin, k, v, data.slots, data.tables, data.lengths, scale,
-                    model.heads, workspace, config=config, min_split_tokens=tokens, prefetch=prefetch,
+                    model.heads, workspace, config=config,
                 )  # fmt: skip
             return out[some]
 
-        bench.variant(
-            f"decode-fused/{name}/{label(config)}/chunk{tokens}/prefetch-{prefetch}",
-            fused,
-            expected=expected,
-            **facts,
-        )
+        bench.variant(f"decode-fused/{name}/{label(config)}", fused, expected=expected, **facts)
 
 
 def causal_tera(model: Model, lengths: list[int]) -> float:

@@ -12,7 +12,16 @@ from gpu_harness import EPS, Bench, DecodeLayers, Model, Weights, make_layers, r
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from nanoinfer.kernels import activation, decode_attention, gemv, norm, sampling, skinny_matmul
+from nanoinfer.kernels import (
+    activation,
+    decode_attention,
+    decode_splits,
+    few_decodes_attention,
+    gemv,
+    norm,
+    sampling,
+    skinny_matmul,
+)
 
 
 class StepChain:
@@ -33,7 +42,9 @@ class StepChain:
 
     def attend(self, qkv: Tensor, w: Weights, cache: tuple[Tensor, Tensor]) -> Tensor:
         data, model = self.data, self.model
-        return decode_attention.fused_decode_attention(
+        small = decode_splits.is_small(len(qkv), model.kv_heads, qkv.device)
+        attend = few_decodes_attention.few_decodes_attention if small else decode_attention.fused_decode_attention
+        return attend(
             qkv, w.head_norm, w.head_norm, EPS, data.cos_sin, *cache, data.slots, data.tables, data.lengths,
             model.head_dim**-0.5, model.heads, self.workspace,
         ).flatten(1)  # fmt: skip
@@ -80,7 +91,7 @@ def decode_step(bench: Bench, model: Model, batch: int, context: int, block_size
     checked: dict[str, Any] = {"expected": chain.cublas(), "tolerance": 0.2}
     if batch == 1:
         bench.variant(f"{key}/gemv", lambda: chain.fused(gemv.gemv), **checked)
-        modules = (gemv, decode_attention, sampling)
+        modules = (gemv, few_decodes_attention, sampling)
         chosen = [module.pdl_options for module in modules]
         for module in modules:
             module.pdl_options = lambda x: {"PDL": False}

@@ -14,6 +14,8 @@ from kernel_inputs import assert_close, normal, paged_cache
 from nanoinfer.kernels import (
     activation,
     decode_attention,
+    decode_splits,
+    few_decodes_attention,
     few_tokens_matmul,
     gemv,
     norm,
@@ -41,6 +43,13 @@ def rope_table(positions):
     return torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
 
 
+def fused_forms(batch: int) -> list:
+    """The fused form of decode attention, and before it that of a few sequences where the batch is so small."""
+    small = decode_splits.is_small(batch, KV_HEADS, DEVICE)
+    few = [few_decodes_attention.few_decodes_attention] if small else []
+    return [*few, decode_attention.fused_decode_attention]
+
+
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_slots_beyond_two_to_the_31_elements(block_size):
     """The symptom of a slot times a stride in 32 bits is silent corruption at 2.1 M tokens of 8 x 128."""
@@ -63,10 +72,11 @@ def test_slots_beyond_two_to_the_31_elements(block_size):
     expected = reference.paged_attention(q, cache.k, cache.v, cache.tables, starts, cache.lengths, SCALE)
     attended = decode_attention.decode_attention(q, cache.k, cache.v, cache.tables, cache.lengths, SCALE, workspace)
     assert_close(attended, expected)
-    fused = decode_attention.fused_decode_attention(
-        qkv, None, None, EPS, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, SCALE, HEADS, workspace
-    )
-    assert_close(fused.view_as(expected), expected)
+    for attend in fused_forms(2):
+        fused = attend(
+            qkv, None, None, EPS, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, SCALE, HEADS, workspace
+        )
+        assert_close(fused.view_as(expected), expected)
     for use_tma in (True, False):
         config = prefill_attention.PrefillConfig(64, 64, 4, 3, use_tma)
         chunk = prefill_attention.paged_prefill_attention(
@@ -78,7 +88,9 @@ def test_slots_beyond_two_to_the_31_elements(block_size):
 class Step:
     """Two decoder layers and the LM head, made of the kernels as a decode step uses them."""
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, batch: int, attend) -> None:
+        self.attend = attend
+
         def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
             return normal(rows, columns, dtype=BF16, device=DEVICE, seed=seed) * columns**-0.5
 
@@ -119,7 +131,7 @@ class Step:
         x = self.x + 0  # a step begins with a launch that is no dependent one, as the embedding is
         for w, cache in zip(self.layers, self.caches, strict=True):
             qkv = linear(x, w["qkv"], norm_weight=w["norm"], eps=EPS)
-            attended = decode_attention.fused_decode_attention(
+            attended = self.attend(
                 qkv, w["head"], w["head"], EPS, self.cos_sin, cache.k, cache.v, self.slots, self.tables, self.lengths,
                 SCALE, HEADS, self.workspace,
             )  # fmt: skip
@@ -142,22 +154,23 @@ def library_linear(x, weight, *, norm_weight=None, eps=0.0, residual=None, swigl
 
 
 @pytest.mark.parametrize(
-    ("batch", "linear"),
+    ("batch", "linear", "form"),
     [
-        (1, gemv.gemv),
-        (1, skinny_matmul.skinny_matmul),
-        (3, skinny_matmul.skinny_matmul),
-        (16, skinny_matmul.skinny_matmul),
+        (1, gemv.gemv, 0),
+        (1, skinny_matmul.skinny_matmul, 0),
+        (3, skinny_matmul.skinny_matmul, 1),
+        (16, skinny_matmul.skinny_matmul, 0),
+        (16, skinny_matmul.skinny_matmul, 1),
     ],
 )
-def test_a_graph_of_dependent_launches_equals_one_launch_after_the_other(batch, linear, monkeypatch):
-    step = Step(batch)
+def test_a_graph_of_dependent_launches_equals_one_launch_after_the_other(batch, linear, form, monkeypatch):
+    step = Step(batch, fused_forms(batch)[form])
     step.set_lengths([150] * batch)
     step.run(linear)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step.run(linear)
-    for module in (gemv, skinny_matmul, norm, decode_attention, sampling):
+    for module in (gemv, skinny_matmul, norm, decode_attention, few_decodes_attention, sampling):
         monkeypatch.setattr(module, "pdl_options", lambda x: {"PDL": False})
     for lengths in ([150] * batch, [1] * batch, list(range(290, 290 - batch, -1)), [0] + [129] * (batch - 1)):
         step.set_lengths(lengths)
@@ -182,14 +195,15 @@ def test_fused_decode_at_the_shapes_that_are_chosen_for_a_batch(batch):
     qkv = normal(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=BF16, device=DEVICE)
     weight = normal(HEAD_DIM, dtype=BF16, device=DEVICE)
     workspace = decode_attention.DecodeWorkspace.for_batches(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
-    actual = decode_attention.fused_decode_attention(
-        qkv, weight, weight, EPS, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, SCALE, HEADS, workspace
-    )
+    inputs = (weight, weight, EPS, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, SCALE, HEADS)
+    actual = [attend(qkv, *inputs, workspace) for attend in fused_forms(batch)]
     q, _, _ = reference.qk_norm_rope_store(
         qkv, weight, weight, EPS, cos_sin, cache.lengths.long() - 1, cache.k, cache.v, slots, HEADS, KV_HEADS, HEAD_DIM
     )
     starts = torch.arange(batch + 1, device=DEVICE)
-    assert_close(actual, reference.paged_attention(q, cache.k, cache.v, cache.tables, starts, cache.lengths, SCALE))
+    expected = reference.paged_attention(q, cache.k, cache.v, cache.tables, starts, cache.lengths, SCALE)
+    for one in actual:
+        assert_close(one, expected)
 
 
 @pytest.mark.parametrize(

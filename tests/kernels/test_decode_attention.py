@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from kernel_inputs import assert_close, normal, paged_cache
 
 from nanoinfer.kernels import decode_attention as decode
 from nanoinfer.kernels import decode_splits, reference
+from nanoinfer.kernels.few_decodes_attention import few_decodes_attention
 
 
 def workspace(batch, heads, kv_heads, head_dim, splits, device):
@@ -91,12 +94,13 @@ def rope_table(positions, head_dim, device):
     return torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
 
 
+@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "splits"),
-    [(4, 2, 64, 1), (4, 2, 80, 3), (3, 1, 96, 4), (16, 2, 128, 2), (2, 2, 64, 5)],
+    [(4, 2, 64, 1), (4, 2, 80, 3), (3, 1, 96, 4), (16, 2, 128, 2), (2, 2, 64, 5), (20, 1, 64, 3)],
 )
-def test_fused_form_equals_store_then_attend(heads, kv_heads, head_dim, splits, normed, device):
+def test_fused_forms_equal_store_then_attend(heads, kv_heads, head_dim, splits, normed, few, device):
     dtype, block_size = torch.bfloat16, 16
     lengths = [1, 2, 33, 65, 150, 1, 0]
     cache = paged_cache(lengths, block_size, kv_heads, head_dim, dtype=dtype, device=device)
@@ -120,11 +124,13 @@ def test_fused_form_equals_store_then_attend(heads, kv_heads, head_dim, splits, 
     expected = reference.paged_attention(
         q[:real], expected_k, expected_v, cache.tables[:real], cu_seqlens[: real + 1], cache.lengths[:real], scale
     )
-    actual = decode.fused_decode_attention(
-        qkv, *weights, 1e-6, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, scale, heads,
-        workspace(batch, heads, kv_heads, head_dim, splits, device), config=decode.DecodeConfig(32, 4, 2, splits),
-        min_split_tokens=32,
+    space = workspace(batch, heads, kv_heads, head_dim, splits, device)
+    attend = few_decodes_attention if few else partial(decode.fused_decode_attention, min_split_tokens=32)
+    actual = attend(
+        qkv, *weights, 1e-6, cos_sin, cache.k, cache.v, slots, cache.tables, cache.lengths, scale, heads, space,
+        config=decode.DecodeConfig(32, 4, 2, splits),
     )  # fmt: skip
+    assert int(space.counters.abs().sum()) == 0
     assert_close(actual[:real], expected)
     assert int(actual[real:].count_nonzero()) == 0, "padding gives zeros"
     assert torch.equal(cache.k.isnan(), expected_k.isnan())

@@ -88,3 +88,20 @@ def test_in_the_padding_of_a_graph_no_sequence_has_a_token(device, monkeypatch):
     out = attention.plan(batch).run(qkv, NO_QK_NORM, cache, torch.full((2,), -1, device=device))
     assert out.abs().max() == 0
     assert cache[0].abs().max() == 0
+
+
+def test_a_few_decodes_have_a_kernel_of_their_own(device, monkeypatch):
+    batch = make_batch(device, [9, 30], [1, 1], 2)
+    attention = TritonAttention(HEADS, torch.rand(64, 64, device=device), TritonKernels(), 8)
+    qkv = normal(2, 8 * 64, dtype=torch.bfloat16, device=device)
+    shape = (batch.block_tables.numel(), BLOCK, 2, 64)
+    results = []
+    for few in (False, True):
+        cache = tuple(normal(*shape, dtype=torch.bfloat16, device=device, seed=i) for i in (1, 2))
+        monkeypatch.setattr(triton, "is_small", lambda *_, few=few: few)
+        others = "fused_decode_attention" if few else "few_decodes_attention"
+        with monkeypatch.context() as context:
+            context.setattr(triton, others, lambda *_, **__: pytest.fail("the other one was called"))
+            results.append((attention.plan(batch).run(qkv, NO_QK_NORM, cache), *cache))
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from nanoinfer.attention.base import AttentionBatch, AttentionPlan
 from nanoinfer.kernels.decode_attention import decode_attention, fused_decode_attention
-from nanoinfer.kernels.decode_splits import DecodeWorkspace, split_tokens
+from nanoinfer.kernels.decode_splits import DecodeWorkspace, is_small, split_tokens
+from nanoinfer.kernels.few_decodes_attention import few_decodes_attention
 from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.kernels.prefill_attention import paged_prefill_attention, prefill_attention
@@ -85,12 +86,14 @@ class _Plan:
         )
 
     def _decode(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
-        backend, batch, count = self._backend, self._batch, self._batch.num_decodes
-        return fused_decode_attention(
+        backend, batch, heads, count = self._backend, self._batch, self._backend.heads, self._batch.num_decodes
+        inputs = (
             qkv, qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps, backend.cos_sin, *cache, batch.slot_mapping[:count],
-            batch.block_tables[:count], batch.context_lens[:count], backend.heads.scale, backend.heads.num_heads,
-            backend.workspace, split_tokens=self._split_tokens,
+            batch.block_tables[:count], batch.context_lens[:count], heads.scale, heads.num_heads, backend.workspace,
         )  # fmt: skip
+        if is_small(count, heads.num_kv_heads, qkv.device):
+            return few_decodes_attention(*inputs)
+        return fused_decode_attention(*inputs, split_tokens=self._split_tokens)
 
     def _prefill(self, qkv: Tensor, qk_norm: QKNorm, cache: KVCache) -> Tensor:
         backend, batch, heads, first = self._backend, self._batch, self._backend.heads, self._batch.num_decodes

@@ -7,8 +7,9 @@ program of a sequence to finish combines the splits.
 
 The fused form also does what lies between the QKV projection and attention (QK-norm, rotary embedding, KV write): the
 program whose split ends with the newest token stores that token first. While it waits for the projection it already
-reads lengths, tables and slots, and has the history brought into L2. Those must therefore be complete before the step's
-first kernel starts, and that one must be launched without PDL, as all of torch's are.
+reads lengths, tables and slots. Those must therefore be complete before the step's first kernel starts, and that one
+must be launched without PDL, as all of torch's are. For a few sequences this form has a kernel of its own,
+`few_decodes_attention`.
 """
 
 from __future__ import annotations
@@ -18,100 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoinfer.kernels.common import INTERPRETED, LOG2_E, dot, enter, pdl_options, wait_for_inputs
-from nanoinfer.kernels.decode_splits import MIN_SPLIT_TOKENS, DecodeConfig, DecodeWorkspace, default_config, is_small
-from nanoinfer.kernels.rope import load_rotation, load_with_partner, norm_and_rotate
-
-COMBINE = 8  # splits combined at a time
-
-
-@triton.jit
-def _combine_splits(
-    partial_ptr,  # this sequence's first head: [G, splits, D] float32
-    stats_ptr,  # [G, splits, 2]: running maximum (base 2) and sum
-    out_ptr,  # [G, D]
-    active,
-    splits,
-    G: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    COMBINE: tl.constexpr,
-):
-    head = tl.arange(0, BLOCK_G)
-    lane = tl.arange(0, BLOCK_D)
-    valid = (head < G)[:, None] & (lane < D)[None, :]
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for first in range(0, active, COMBINE):
-        split = first + tl.arange(0, COMBINE)
-        row = head[:, None] * splits + split[None, :]
-        row_valid = (head < G)[:, None] & (split < active)[None, :]
-        # Written by other programs of this launch, so the read must not be served by this core's L1.
-        split_top = tl.load(stats_ptr + row * 2, mask=row_valid, other=float("-inf"), cache_modifier=".cg")
-        split_total = tl.load(stats_ptr + row * 2 + 1, mask=row_valid, other=0.0, cache_modifier=".cg")
-        part = tl.load(
-            partial_ptr + row[:, :, None] * D + lane[None, None, :],
-            mask=row_valid[:, :, None] & (lane < D)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(split_top, axis=1))
-        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(split_top - finite[:, None])
-        decay = tl.exp2(top - finite)
-        total = total * decay + tl.sum(split_total * weight, axis=1)
-        acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], axis=1)
-        top = new_top
-    total = tl.where(total == 0.0, 1.0, total)
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + head[:, None] * D + lane[None, :], out, mask=valid)
-
-
-@triton.jit
-def _normed_rotated(
-    row_ptr, head, valid, weight_ptr, cos, sin, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr
-):
-    """Heads [R] of one token's qkv row, normed and rotated, in the row's dtype: [R, BLOCK_D]."""
-    own, other = load_with_partner(row_ptr + head * D, valid, D, BLOCK_D)
-    if NORM:
-        weight, other_weight = load_with_partner(weight_ptr + head * 0, valid, D, BLOCK_D)
-        rotated = norm_and_rotate(own, other, weight, other_weight, cos, sin, eps, D, NORM)
-    else:
-        rotated = norm_and_rotate(own, other, own, other, cos, sin, eps, D, NORM)
-    return rotated.to(own.dtype)
-
-
-@triton.jit
-def _prefetch_tile(
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    start,
-    end,
-    kv_head,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Ask for one tile of keys and values to be brought into L2."""
-    SECTOR: tl.constexpr = 16  # bfloat16 elements in the 32 bytes that a request brings at the least
-    position = start + tl.arange(0, BLOCK_T)
-    block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
-    row = tl.where(position < end, ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KV + kv_head) * D, 0)
-    offset = row[:, None] + (tl.arange(0, 8) * SECTOR % D)[None, :]
-    for cache_ptr in tl.static_range(2):
-        base = k_cache_ptr if cache_ptr == 0 else v_cache_ptr
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [(base + offset).to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+from nanoinfer.kernels.common import LOG2_E, enter, pdl_options, wait_for_inputs
+from nanoinfer.kernels.decode_parts import COMBINE, attend, cache_rows, combine_splits, load_rows, normed_rotated
+from nanoinfer.kernels.decode_splits import MIN_SPLIT_TOKENS, DecodeConfig, DecodeWorkspace, default_config
+from nanoinfer.kernels.rope import load_rotation
 
 
 @triton.jit
@@ -145,7 +56,6 @@ def _decode_kernel(
     COMBINE_G: tl.constexpr,
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
-    PREFETCH: tl.constexpr,
     EQUAL_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -174,7 +84,6 @@ def _decode_kernel(
         top = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        element = k_cache_ptr.dtype.element_ty
         begin = split * split_tokens
         end = tl.minimum(begin + split_tokens, length)
         table_ptr = tables_ptr + sequence * table_stride
@@ -183,14 +92,11 @@ def _decode_kernel(
         if FUSED:
             row_ptr = q_ptr + sequence * ((KV * G + 2 * KV) * D)
             cos, sin = load_rotation(cos_sin_ptr + tl.maximum(length - 1, 0).to(tl.int64) * D, D, BLOCK_D)
-            if PREFETCH:
-                for start in range(begin, end, BLOCK_T):
-                    _prefetch_tile(k_cache_ptr, v_cache_ptr, table_ptr, start, end, kv_head, KV, D, BLOCK_SIZE, BLOCK_T)
             wait_for_inputs(PDL)
-            q = _normed_rotated(row_ptr, head, group_valid, q_weight_ptr, cos, sin, eps, D, BLOCK_D, NORM)
+            q = normed_rotated(row_ptr, head, group_valid, q_weight_ptr, cos, sin, eps, D, BLOCK_D, NORM)
             if (split == active - 1) & (slot >= 0):
                 one = tl.arange(0, 1)
-                key = _normed_rotated(
+                key = normed_rotated(
                     row_ptr, KV * G + kv_head + one, one == 0, k_weight_ptr, cos, sin, eps, D, BLOCK_D, NORM
                 )
                 value = tl.load(row_ptr + (KV * G + KV + kv_head) * D + lane, mask=lane_valid, other=0.0)
@@ -205,22 +111,9 @@ def _decode_kernel(
             )
 
         for start in range(begin, end, BLOCK_T):
-            position = start + tl.arange(0, BLOCK_T)
-            in_split = position < end
-            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=in_split, other=0).to(tl.int64)
-            row = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KV + kv_head) * D
-            # What was never written may be NaN: such keys are masked below, such values must be read as 0.
-            valid = in_split[:, None] & lane_valid[None, :]
-            k = tl.load(k_cache_ptr + row[:, None] + lane[None, :], mask=valid, other=0.0)
-            v = tl.load(v_cache_ptr + row[:, None] + lane[None, :], mask=valid, other=0.0)
-            scores = dot(q, tl.trans(k), tl.zeros([BLOCK_G, BLOCK_T], tl.float32))
-            scores = tl.where(in_split[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-            weight = tl.exp2(scores * scale - new_top[:, None])
-            decay = tl.exp2(top - new_top)
-            total = total * decay + tl.sum(weight, axis=1)
-            acc = dot(weight.to(element), v, acc * decay[:, None])
-            top = new_top
+            row, valid = cache_rows(table_ptr, start, end, kv_head, KV, BLOCK_SIZE, BLOCK_T)
+            k, v = load_rows(k_cache_ptr, v_cache_ptr, row, valid, D, BLOCK_D)
+            top, total, acc = attend(q, k, v, valid, scale, top, total, acc)
 
         first_head = sequence * (KV * G) + kv_head * G
         out_valid = group_valid[:, None] & lane_valid[None, :]
@@ -229,16 +122,16 @@ def _decode_kernel(
             out = (acc / safe[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (first_head + group)[:, None] * D + lane[None, :], out, mask=out_valid)
         else:
-            row = (first_head + group) * splits + split
-            tl.store(partial_ptr + row[:, None] * D + lane[None, :], acc, mask=out_valid)
-            tl.store(stats_ptr + row * 2, top, mask=group_valid)
-            tl.store(stats_ptr + row * 2 + 1, total, mask=group_valid)
+            part = (first_head + group) * splits + split
+            tl.store(partial_ptr + part[:, None] * D + lane[None, :], acc, mask=out_valid)
+            tl.store(stats_ptr + part * 2, top, mask=group_valid)
+            tl.store(stats_ptr + part * 2 + 1, total, mask=group_valid)
             tl.debug_barrier()  # all threads' stores come before the release
             counter_ptr = counters_ptr + sequence * KV + kv_head
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
             if arrived == active - 1:
                 tl.debug_barrier()
-                _combine_splits(
+                combine_splits(
                     partial_ptr + first_head * splits * D,
                     stats_ptr + first_head * splits * 2,
                     out_ptr + first_head * D,
@@ -271,7 +164,6 @@ def _launch(
     eps: float = 0.0,
     cos_sin: Tensor | None = None,
     slot_mapping: Tensor | None = None,
-    prefetch: bool | None = False,
 ) -> Tensor:
     """The fused form where there is a cos_sin: q is then the whole qkv."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -285,11 +177,8 @@ def _launch(
     if batch == 0:
         return out
     config = config or default_config(batch, num_kv_heads, q.device, q.dtype)
-    assert workspace.partial.numel() >= batch * num_heads * config.splits * head_dim, (workspace.partial.shape, config)
-    assert workspace.counters.numel() >= batch * num_kv_heads
+    workspace.check(batch, num_heads, num_kv_heads, head_dim, config)
     fused = cos_sin is not None
-    if prefetch is None:  # where latency decides
-        prefetch = is_small(batch, num_kv_heads, q.device)
     _decode_kernel[(num_kv_heads, config.splits, batch)](
         q,
         q_weight,
@@ -320,7 +209,6 @@ def _launch(
         COMBINE_G=triton.next_power_of_2(queries_per_kv),
         FUSED=fused,
         NORM=q_weight is not None,
-        PREFETCH=prefetch and fused and not INTERPRETED.value,
         EQUAL_SPLITS=split_tokens is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -378,7 +266,6 @@ def fused_decode_attention(
     num_heads: int,
     workspace: DecodeWorkspace,
     *,
-    prefetch: bool | None = None,
     config: DecodeConfig | None = None,
     min_split_tokens: int = MIN_SPLIT_TOKENS,
     split_tokens: Tensor | None = None,
@@ -386,7 +273,7 @@ def fused_decode_attention(
     """QK-norm (if weights [D] are given), rotation at context_lens - 1, KV write and attention, all for one token each.
 
     qkv [B, (heads + 2 kv_heads) * D] -> [B, heads, D]. context_lens [B] counts this token. A row with slot -1 or length
-    0 is padding: it stores nothing and gives zeros. prefetch None: where that pays. The rest as in `decode_attention`.
+    0 is padding: it stores nothing and gives zeros. The rest as in `decode_attention`.
     """
     return _launch(
         qkv,
@@ -405,5 +292,4 @@ def fused_decode_attention(
         eps=eps,
         cos_sin=cos_sin,
         slot_mapping=slot_mapping,
-        prefetch=prefetch,
     )

@@ -105,3 +105,8 @@ class DecodeWorkspace:
         """Large enough for every batch up to max_batch at the number of splits that is chosen for it."""
         most = max(batch * num_splits(batch, num_kv_heads, device) for batch in range(1, max_batch + 1))
         return cls(most, max_batch, num_heads, num_kv_heads, head_dim, device)
+
+    def check(self, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, config: DecodeConfig) -> None:
+        """That a launch with this config fits."""
+        assert self.partial.numel() >= batch * num_heads * config.splits * head_dim, (self.partial.shape, config)
+        assert self.counters.numel() >= batch * num_kv_heads
