@@ -8,6 +8,7 @@ from torch import Tensor
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
 from nanoinfer.kernels.layer_products import LayerProducts
+from nanoinfer.kernels.rows import DecodeInputs, RowState
 
 
 class KernelSet:
@@ -22,6 +23,10 @@ class KernelSet:
 
     name = "eager"
     reads_device_only = False
+
+    def decode_inputs(self, rows: Tensor, positions: Tensor, state: RowState, block_size: int) -> DecodeInputs:
+        """What a decode of the sequences in rows int64 [B] starts from, at positions int64 [B]; -1 is padding."""
+        return reference.decode_inputs(rows, positions, state, block_size)
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         """Rows of weight [V, H] by token id: [T] -> [T, H], in the dtype that the layers compute with."""

@@ -12,6 +12,27 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.rows import DecodeInputs, RowState
+
+# ---- a step's inputs -------------------------------------------------------------------------------------------------
+
+
+def decode_inputs(rows: Tensor, positions: Tensor, state: RowState, block_size: int) -> DecodeInputs:
+    """One token each for the sequences in `rows` int64 [B], at `positions` int64 [B]; -1 is padding in any row."""
+    tables, known = state.block_tables[rows], positions.clamp(min=0)
+    blocks = tables.gather(1, (known // block_size)[:, None]).squeeze(1).to(torch.int64)
+    return DecodeInputs(
+        token_ids=state.last_tokens[rows],
+        positions=known,
+        slot_mapping=torch.where(positions < 0, -1, blocks * block_size + known % block_size),
+        context_lens=(positions + 1).to(torch.int32),
+        block_tables=tables,
+        token_indices=positions + 1 - state.prompt_lens[rows],
+        seeds=state.seeds[rows],
+        temperatures=state.temperatures[rows],
+    )
+
+
 # ---- normalisation and activation ------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoinfer.kernels import (
     activation,
+    decode_inputs,
     embed,
     few_tokens_matmul,
     gemv,
@@ -22,6 +23,7 @@ from nanoinfer.kernels import (
 from nanoinfer.kernels.heads import HeadLayout, KVCache, QKNorm, TokenSlots
 from nanoinfer.kernels.kernel_set import KernelSet
 from nanoinfer.kernels.layer_products import LayerProducts
+from nanoinfer.kernels.rows import DecodeInputs, RowState
 
 
 class TritonKernels(KernelSet):
@@ -29,6 +31,9 @@ class TritonKernels(KernelSet):
 
     name = "triton"
     reads_device_only = True
+
+    def decode_inputs(self, rows: Tensor, positions: Tensor, state: RowState, block_size: int) -> DecodeInputs:
+        return decode_inputs.decode_inputs(rows, positions, state, block_size)
 
     def embed_part(self, token_ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
         return embed.embed_part(token_ids, weight, first_id)

@@ -14,6 +14,7 @@ import torch
 
 from nanoinfer.attention.base import AttentionBackend, AttentionBatch
 from nanoinfer.kernels.heads import KVCache
+from nanoinfer.kernels.rows import RowState
 from nanoinfer.models.decoder import Decoder
 
 # One token, a few and many are computed by different kernels. Those between are compiled when they come up.
@@ -30,7 +31,7 @@ class KernelCompilation:
         # One after the other: cuBLAS keeps 32 MiB for every thread that has multiplied.
         jobs.append(partial(_run_all, _layer_operations(model, device, MANY_TOKENS)))
         jobs += [partial(_attend, model, attention, cache, batch) for batch in _batches(device)]
-        jobs.append(partial(_sample, model, device))
+        jobs += [partial(_sample, model, device), partial(_gather_inputs, model, cache)]
         self._pool = ThreadPoolExecutor(len(jobs), thread_name_prefix="compile")
         self._jobs = [self._pool.submit(_run, job, device) for job in jobs]
 
@@ -104,3 +105,11 @@ def _sample(model: Decoder, device: torch.device) -> None:
     temperatures = torch.zeros(1, device=device)
     index = torch.zeros(1, dtype=torch.int64, device=device)
     model.sample(hidden, temperatures, index, index)
+
+
+def _gather_inputs(model: Decoder, cache: KVCache) -> None:
+    device = cache[0].device
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    state = RowState(index, table, index, index, torch.zeros(1, device=device))
+    model.kernels.decode_inputs(index, index, state, cache[0].shape[1])

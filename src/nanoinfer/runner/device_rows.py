@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from nanoinfer.engine.batch import ScheduledBatch
+from nanoinfer.kernels.rows import RowState
 from nanoinfer.runner.input_batch import SequenceRows
 from nanoinfer.runner.sampling_table import SamplingTable
 from nanoinfer.runner.upload import upload
@@ -28,6 +29,10 @@ class DeviceRows:
         self.seeds = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(num_rows + 1, dtype=torch.float32, device=device)
         self._host, self._table, self._device = host, table, device
+
+    @property
+    def state(self) -> RowState:
+        return RowState(self.last_tokens, self.block_tables, self.prompt_lens, self.seeds, self.temperatures)
 
     def update(self, batch: ScheduledBatch) -> None:
         """Send what the batch adds; the host's rows have taken it in already."""

@@ -55,7 +55,9 @@ class GraphedDecode:
         self._graphs = graphs
         self._buckets = bucket_sizes(max_num_seqs)
         self._block_size = kv_caches[0][0].shape[1]
-        self._inputs = torch.empty(2 * max_num_seqs, dtype=torch.int64, device=rows.last_tokens.device)
+        device = rows.last_tokens.device
+        self._inputs = torch.empty(2 * max_num_seqs, dtype=torch.int64, device=device)
+        self._starts = torch.arange(self._buckets[-1] + 1, dtype=torch.int32, device=device)
         self._logits: Tensor | None = None  # float32 [max_num_seqs, V], for the graphs of all buckets
 
     def run(self, rows: Ints, positions: Ints, *, sample: bool) -> Tensor:
@@ -83,28 +85,24 @@ class GraphedDecode:
 
     def _step(self, bucket: int, sample: bool) -> Tensor:
         rows, positions = self._inputs[: 2 * bucket].view(2, bucket)
-        state, size = self._rows, self._block_size
-        tables = state.block_tables[rows]
-        known = positions.clamp(min=0)
-        blocks = tables.gather(1, (known // size)[:, None]).squeeze(1).to(torch.int64)
+        inputs = self._model.kernels.decode_inputs(rows, positions, self._rows.state, self._block_size)
         batch = AttentionBatch(
-            positions=known,
-            slot_mapping=torch.where(positions < 0, -1, blocks * size + known % size),
-            cu_seqlens_q=torch.arange(bucket + 1, dtype=torch.int32, device=rows.device),
-            context_lens=(positions + 1).to(torch.int32),
-            block_tables=tables,
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            cu_seqlens_q=self._starts[: bucket + 1],
+            context_lens=inputs.context_lens,
+            block_tables=inputs.block_tables,
             starts=[],
             query_lens=[],
             num_decodes=bucket,
         )
         plan = self._attention.plan(batch)
-        hidden = self._model.forward(state.last_tokens[rows], plan, self._kv_caches, None)
+        hidden = self._model.forward(inputs.token_ids, plan, self._kv_caches, None)
         if not sample:
             assert self._logits is not None
             return self._logits[:bucket].copy_(self._model.logits(hidden))
-        token_indices = positions + 1 - state.prompt_lens[rows]
-        token_ids = self._model.sample(hidden, state.temperatures[rows], state.seeds[rows], token_indices)
-        state.last_tokens.index_copy_(0, rows, token_ids)
+        token_ids = self._model.sample(hidden, inputs.temperatures, inputs.seeds, inputs.token_indices)
+        self._rows.last_tokens.index_copy_(0, rows, token_ids)
         return token_ids
 
 
