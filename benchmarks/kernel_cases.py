@@ -249,9 +249,9 @@ def elementwise(bench: Bench, model: Model, tokens: int) -> None:
         f"rms_norm/t{tokens}", lambda: norm.rms_norm(x, weight, EPS), expected=reference.rms_norm(x, weight, EPS)
     )
     bench.variant(
-        f"add_rms_norm/t{tokens}",
-        lambda: norm.add_rms_norm(x, residual, weight, EPS),
-        expected=reference.add_rms_norm(x, residual, weight, EPS)[0],
+        f"sum_rms_norm/t{tokens}",
+        lambda: norm.sum_rms_norm(x[None], residual, weight, EPS),
+        expected=reference.sum_rms_norm(x[None], residual, weight, EPS)[0],
     )
     bench.variant(f"silu_mul/t{tokens}", lambda: activation.silu_mul(gate_up), expected=reference.silu_mul(gate_up))
     bench.variant(

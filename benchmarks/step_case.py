@@ -78,9 +78,9 @@ class StepChain:
         followers = [*self.layers[1:], self.layers[0]]
         for w, following, cache in zip(self.layers, followers, self.data.caches, strict=True):
             x = F.linear(self.attend(F.linear(x, w.qkv), w, cache), w.o)
-            x, residual = norm.add_rms_norm(x, residual, w.norm, EPS)
+            x, residual = norm.sum_rms_norm(x[None], residual, w.norm, EPS)
             x = F.linear(activation.silu_mul(F.linear(x, w.gate_up)), w.down)
-            x, residual = norm.add_rms_norm(x, residual, following.norm, EPS)
+            x, residual = norm.sum_rms_norm(x[None], residual, following.norm, EPS)
         sampling.head_best(residual, self.head, *self.race, norm_weight=self.final_norm, eps=EPS)
         return residual
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_inputs import assert_close, assert_equal, normal
+from kernel_inputs import assert_close, normal
 
 from nanoinfer.kernels import activation, embed, norm, reference, rope
 from nanoinfer.kernels.kernel_set import EAGER
@@ -17,10 +17,12 @@ def test_norms_equal_the_twin_at_any_width(tokens, width, dtype, device):
     residual = normal(tokens, width, dtype=dtype, device=device, seed=1)
     weight = normal(width, dtype=dtype, device=device)
     assert_close(norm.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
-    normed, total = norm.add_rms_norm(x, residual, weight, 1e-6)
-    expected_normed, expected_total = reference.add_rms_norm(x, residual, weight, 1e-6)
-    assert_equal(total, expected_total)
-    assert_close(normed, expected_normed)
+    for parts in (x[None], normal(3, tokens, width, dtype=torch.float32, device=device)):
+        normed, total = norm.sum_rms_norm(parts, residual, weight, 1e-6)
+        expected_normed, expected_total = reference.sum_rms_norm(parts, residual, weight, 1e-6)
+        assert normed.dtype == total.dtype == dtype
+        assert_close(total, expected_total)
+        assert_close(normed, expected_normed)
 
 
 def test_norm_reads_rows_of_a_wider_tensor(device):

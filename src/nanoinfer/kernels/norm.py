@@ -12,15 +12,17 @@ from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,  # [T, H]
+    x_ptr,  # [T, H], or [PARTS, T, H] with a residual
     residual_ptr,  # [T, H]
     weight_ptr,  # [H]
     normed_ptr,  # [T, H]
     total_ptr,  # [T, H]
     eps,
     x_stride,
+    T,
     H,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -33,6 +35,9 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + token * x_stride + column, mask=valid, other=0.0).to(tl.float32)
     row = token * H + column
     if RESIDUAL:
+        for part in tl.static_range(1, PARTS):
+            offset = (part * T.to(tl.int64) + token) * x_stride
+            x += tl.load(x_ptr + offset + column, mask=valid, other=0.0).to(tl.float32)
         x += tl.load(residual_ptr + row, mask=valid, other=0.0).to(tl.float32)
         rounded = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row, rounded, mask=valid)
@@ -44,12 +49,13 @@ def _rms_norm_kernel(
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, normed: Tensor, total: Tensor) -> None:
     width = x.shape[-1]
     rows = x.view(-1, width)
+    tokens = normed.numel() // width
     assert x.stride(-1) == 1, x.stride()
     assert residual is None or residual.is_contiguous()
-    if rows.shape[0] == 0:
+    if tokens == 0:
         return
     block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(rows.shape[0],)](
+    _rms_norm_kernel[(tokens,)](
         rows,
         residual,
         weight,
@@ -57,8 +63,10 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, norm
         total,
         eps,
         rows.stride(0),
+        tokens,
         width,
         BLOCK=block,
+        PARTS=len(rows) // tokens,
         RESIDUAL=residual is not None,
         num_warps=max(1, min(16, block // 256)),
         **pdl_options(x),
@@ -72,12 +80,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, and its RMS norm: (normed, new residual), both [T, H] in x's dtype.
-
-    No model calls it, since products add the residual; benchmarks compare the two ways.
-    """
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, eps, normed, total)
+def sum_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """parts [P, T, H] and residual [T, H] summed, and the RMS norm of that: (normed, sum), both like the residual."""
+    assert parts.is_contiguous()
+    normed, total = torch.empty_like(residual), torch.empty_like(residual)
+    _launch(parts, residual, weight, eps, normed, total)
     return normed, total

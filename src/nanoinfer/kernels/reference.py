@@ -43,13 +43,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (normed * weight.float()).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, and its RMS norm: (normed, new residual), both [T, H] in x's dtype.
+def sum_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """parts [P, T, H] and residual [T, H] summed, and the RMS norm of that: (normed, sum), both like the residual.
 
-    The norm sees the rounded sum, so that the fused and the separate form agree bit for bit. No model calls it, since
-    products add the residual; benchmarks compare the two ways.
+    The norm sees the rounded sum, so that the fused and the separate form agree bit for bit.
     """
-    total = (x.float() + residual.float()).to(x.dtype)
+    total = (parts.float().sum(0) + residual.float()).to(residual.dtype)
     return rms_norm(total, weight, eps), total
 
 

@@ -16,6 +16,7 @@ from nanoinfer.kernels import (
     keep_bounds,
     norm,
     persistent_layer,
+    products_in_parts,
     rope,
     sampling,
     skinny_matmul,
@@ -65,7 +66,11 @@ class TritonKernels(KernelSet):
         self, attended: Tensor, hidden: Tensor, products: LayerProducts
     ) -> tuple[Tensor, Tensor] | None:
         cuts = persistent_layer.chosen_cuts(len(hidden), products)
-        return persistent_layer.persistent_layer(attended, hidden, products, cuts) if cuts else None
+        if cuts:
+            return persistent_layer.persistent_layer(attended, hidden, products, cuts)
+        if products_in_parts.pays(len(hidden), products):
+            return products_in_parts.between_attentions(attended, hidden, products)
+        return None
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
