@@ -36,8 +36,7 @@ def _rms_norm_kernel(
     row = token * H + column
     if RESIDUAL:
         for part in tl.static_range(1, PARTS):
-            offset = (part * T.to(tl.int64) + token) * x_stride
-            x += tl.load(x_ptr + offset + column, mask=valid, other=0.0).to(tl.float32)
+            x += tl.load(x_ptr + (token + part * T) * x_stride + column, mask=valid, other=0.0).to(tl.float32)
         x += tl.load(residual_ptr + row, mask=valid, other=0.0).to(tl.float32)
         rounded = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row, rounded, mask=valid)
