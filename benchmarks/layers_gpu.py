@@ -1,4 +1,4 @@
-"""Time all products of layers for 2 to 64 tokens: one after the other, and at once by the persistent kernel.
+"""Time all products of layers: one after the other, at once by the persistent kernel (up to 64 tokens), in halves.
 
     python benchmarks/layers_gpu.py [--out FILE] [--sections 0.6b,8b]
 
@@ -16,6 +16,7 @@ import torch
 from gpu_harness import EPS, QWEN3_0_6B, QWEN3_8B, TOY, Bench, Model, Sections, main, make_layers, randn
 from torch import Tensor
 
+from nanoinfer.kernels import products_in_parts
 from nanoinfer.kernels.common import INTERPRETED, is_hopper
 from nanoinfer.kernels.layer_cuts import layer_cuts
 from nanoinfer.kernels.layer_products import LayerProducts
@@ -31,7 +32,8 @@ MODELS = {
     "8b": QWEN3_8B,
     "14b": Model("qwen3-14b", 5120, 40, 8, 128, 17408, 4, 151936),
 }
-TOKENS = (2, 8, 16, 32, 48, 64)
+TOKENS = (2, 8, 16, 32, 48, 64, 128, 192, 224, 256)
+MOST_AT_ONCE = 64
 
 
 def one_by_one(attended: Tensor, hidden: Tensor, products: LayerProducts) -> tuple[Tensor, Tensor]:
@@ -68,12 +70,18 @@ def layers(bench: Bench, model: Model) -> None:
 
         facts: dict[str, Any] = {"tokens": tokens, "chain": len(chain)}
         bench.variant(f"{model.name}/{tokens}/one-by-one", lambda run=run: run(one_by_one), **facts)
-        if cuts is not None and is_hopper(bench.device) and not INTERPRETED:
+        facts["expected"], facts["tolerance"] = run(one_by_one), 0.05
+        if tokens > MOST_AT_ONCE:
+            bench.variant(
+                f"{model.name}/{tokens}/in-halves",
+                lambda run=run: run(products_in_parts.between_attentions),
+                **facts,
+            )
+        elif cuts is not None and is_hopper(bench.device) and not INTERPRETED:
 
             def at_once(*tensors: Tensor | LayerProducts) -> tuple[Tensor, Tensor]:
                 return persistent_layer(*tensors, cuts)
 
-            facts["expected"], facts["tolerance"] = run(one_by_one), 0.05
             bench.variant(f"{model.name}/{tokens}/at-once", lambda run=run: run(at_once), **facts)
 
 
@@ -81,7 +89,8 @@ def section_table(bench: Bench) -> None:
     if bench.share is not None:
         return
     for key, record in bench.results.items():
-        before, now = record, bench.results.get(key.replace("one-by-one", "at-once"), {})
+        others = (bench.results.get(key.replace("one-by-one", name), {}) for name in ("at-once", "in-halves"))
+        before, now = record, next((other for other in others if other), {})
         if key.endswith("/one-by-one") and "us" in before and "us" in now:
             times = [entry["us"] / entry["chain"] for entry in (before, now)]
             print(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STAGING_BYTES = 8 << 20
+_READERS = 4  # threads, each with a file of its own
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -104,7 +105,7 @@ def load_weights(slots: Mapping[str, WeightSlot], folder: Path, notify: Notify =
     total = sum(_wanted_bytes(entry, slot) for entry, slot in jobs)
     done = 0
     local = threading.local()  # holds each thread's staging buffer
-    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1))
     try:
         for future in as_completed([pool.submit(_fill, entry, slot, local) for entry, slot in jobs]):
             done += future.result()
