@@ -30,8 +30,10 @@ def test_rows_in_any_order_with_padding(width, block_size, device):
     positions = torch.tensor([0, width * block_size - 1, min(block_size, width * block_size - 1), -1, -1])
     state = RowState(*(tensor.to(device) for tensor in state))
     rows, positions = rows.to(device), positions.to(device)
+    moved = positions.clone()
     expected = reference.decode_inputs(rows, positions, state, block_size)
-    actual = decode_inputs.decode_inputs(rows, positions, state, block_size)
+    actual = decode_inputs.decode_inputs(rows, moved, state, block_size)
+    assert positions.tolist() == moved.tolist() == [1, width * block_size, int(expected.positions[2]) + 1, -1, -1]
     for name, one, other in zip(expected._fields, expected, actual, strict=True):
         assert one.dtype == other.dtype, name
         assert torch.equal(one, other), name

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.kernels import reference
 from nanoinfer.kernels.kernel_set import EAGER
-from nanoinfer.runner import build, overlapped_runner
+from nanoinfer.runner import build, graphed_steps, overlapped_runner
 from nanoinfer.runner.cuda_graphs import GraphCache, bucket_sizes
 from nanoinfer.runner.graphed_steps import Bucket
 from nanoinfer.runner.overlapped_runner import OverlappedRunner
@@ -167,15 +167,10 @@ class DeviceOnlyAttention:
         return out.flatten(1) if sample_at is None else out.flatten(1)[sample_at]
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "options"),
-    [(1, {}), (3, {}), (9, {"max_prefill_chunk": 7}), (33, {"num_blocks": 14, "max_prefill_chunk": 5})],
-    ids=["1", "3", "9 in chunks", "33 with preemption"],
-)
-def test_graphed_steps_with_padding_equal_transformers(case, monkeypatch, max_num_seqs, options):
-    """Padding rows of a bucket once wrote to real slots, and once read stale ones."""
-    folder, prompts, expected = case
-    used = []
+@pytest.fixture
+def graphed(monkeypatch):
+    """Engines whose steps are graphs, replayed eagerly on a CPU; their runners."""
+    runners = []
 
     def make(model, attention, kv_caches, *, config, max_model_len, device):
         attention = DeviceOnlyAttention(attention.heads, attention.cos_sin, EAGER)
@@ -183,19 +178,43 @@ def test_graphed_steps_with_padding_equal_transformers(case, monkeypatch, max_nu
             model, attention, kv_caches, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens, device=device, use_graphs=True,
         )  # fmt: skip
-        used.append(runner._decode._graphs)
+        runners.append(runner)
         return runner
 
     monkeypatch.setattr(build, "make_runner", make)
     monkeypatch.setattr(overlapped_runner, "GraphCache", ReplayedEagerly)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    return runners
+
+
+def test_nothing_is_sent_while_the_same_sequences_decode(case, graphed, monkeypatch):
+    folder, prompts, expected = case
+    sent = []
+    copy_in = graphed_steps._copy_in
+    monkeypatch.setattr(graphed_steps, "_copy_in", lambda values, _: sent.append(len(values)) or copy_in(values, _))
+    with LLM(folder, device="cpu", num_blocks=60, max_num_seqs=2) as llm:
+        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (20, 64)]
+        outputs = llm.generate(prompts[:2], params)
+    assert [o.outputs[0].token_ids for o in outputs] == [expected[0][:20], expected[1]]
+    # For two sequences and for one: once for the capture, once for their first step.
+    assert sorted(sent) == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "options"),
+    [(1, {}), (3, {}), (9, {"max_prefill_chunk": 7}), (33, {"num_blocks": 14, "max_prefill_chunk": 5})],
+    ids=["1", "3", "9 in chunks", "33 with preemption"],
+)
+def test_graphed_steps_with_padding_equal_transformers(case, graphed, max_num_seqs, options):
+    """Padding rows of a bucket once wrote to real slots, and once read stale ones."""
+    folder, prompts, expected = case
     with LLM(folder, device="cpu", **({"num_blocks": 30, "max_num_seqs": max_num_seqs} | options)) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == expected
         # The same with logits graphs and a sampler outside: logprobs need it.
         with_logprobs = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, with_logprobs)] == expected
-    kinds = {type(key) for key in used[0]._graphs}
+    kinds = {type(key) for key in graphed[0]._decode._graphs._graphs}
     assert kinds == {tuple, Bucket}
 
 

@@ -18,7 +18,7 @@ BLOCK = 512
 @triton.jit
 def _decode_inputs_kernel(
     rows_ptr,  # [B]
-    positions_ptr,  # [B]
+    positions_ptr,  # [B], moved on by one
     last_tokens_ptr,  # [R]
     tables_ptr,  # [R, WIDTH]
     prompt_lens_ptr,  # [R]
@@ -45,6 +45,7 @@ def _decode_inputs_kernel(
     tl.store(positions_out + sequence, known)
     tl.store(slots_out + sequence, tl.where(position < 0, -1, block * BLOCK_SIZE + known % BLOCK_SIZE))
     tl.store(context_lens_out + sequence, (position + 1).to(tl.int32))
+    tl.store(positions_ptr + sequence, tl.where(position < 0, position, position + 1))
     tl.store(token_indices_out + sequence, position + 1 - tl.load(prompt_lens_ptr + row))
     tl.store(seeds_out + sequence, tl.load(seeds_ptr + row))
     tl.store(temperatures_out + sequence, tl.load(temperatures_ptr + row))
@@ -55,7 +56,7 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(rows: Tensor, positions: Tensor, state: RowState, block_size: int) -> DecodeInputs:
-    """rows, positions int64 [B]; position -1 is padding, whose row exists nevertheless."""
+    """rows, positions int64 [B]; position -1 is padding, whose row exists all the same. Moves the positions on by one."""
     batch, width = len(rows), state.block_tables.shape[1]
     for tensor in (rows, positions, *state):
         assert tensor.is_contiguous(), tensor.stride()

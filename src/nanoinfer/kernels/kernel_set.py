@@ -25,7 +25,10 @@ class KernelSet:
     reads_device_only = False
 
     def decode_inputs(self, rows: Tensor, positions: Tensor, state: RowState, block_size: int) -> DecodeInputs:
-        """What a decode of the sequences in rows int64 [B] starts from, at positions int64 [B]; -1 is padding."""
+        """What a decode of the sequences in rows int64 [B] starts from, at positions int64 [B]; -1 is padding.
+
+        Moves the positions on by one, in place.
+        """
         return reference.decode_inputs(rows, positions, state, block_size)
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:

@@ -18,10 +18,13 @@ from nanoinfer.kernels.rows import DecodeInputs, RowState
 
 
 def decode_inputs(rows: Tensor, positions: Tensor, state: RowState, block_size: int) -> DecodeInputs:
-    """One token each for the sequences in `rows` int64 [B], at `positions` int64 [B]; -1 is padding in any row."""
+    """One token each for the sequences in `rows` int64 [B], at `positions` int64 [B]; -1 is padding in any row.
+
+    Then moves the positions on by one, in place, for the step that follows.
+    """
     tables, known = state.block_tables[rows], positions.clamp(min=0)
     blocks = tables.gather(1, (known // block_size)[:, None]).squeeze(1).to(torch.int64)
-    return DecodeInputs(
+    inputs = DecodeInputs(
         token_ids=state.last_tokens[rows],
         positions=known,
         slot_mapping=torch.where(positions < 0, -1, blocks * block_size + known % block_size),
@@ -31,6 +34,8 @@ def decode_inputs(rows: Tensor, positions: Tensor, state: RowState, block_size: 
         seeds=state.seeds[rows],
         temperatures=state.temperatures[rows],
     )
+    positions += (positions >= 0).to(torch.int64)
+    return inputs
 
 
 # ---- normalisation and activation ------------------------------------------------------------------------------------
