@@ -56,7 +56,7 @@ def _decode_inputs_kernel(
 
 
 def decode_inputs(rows: Tensor, positions: Tensor, state: RowState, block_size: int) -> DecodeInputs:
-    """rows, positions int64 [B]; position -1 is padding, whose row exists all the same. Moves the positions on by one."""
+    """rows, positions int64 [B]; position -1 is padding, whose row exists too. Moves the positions on by one."""
     batch, width = len(rows), state.block_tables.shape[1]
     for tensor in (rows, positions, *state):
         assert tensor.is_contiguous(), tensor.stride()
