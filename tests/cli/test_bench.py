@@ -247,6 +247,9 @@ def test_open_loop_latencies_count_from_when_a_request_was_due() -> None:
     assert by_id["bench-1"].timing.ttft_ms == pytest.approx(1500.0)
     assert by_id["bench-0"].timing.ttft_ms == pytest.approx(1000.0)
     assert by_id["bench-0"].timing.e2e_ms == pytest.approx(4000.0)
+    shown = metrics.window_latencies().ttft
+    assert shown is not None
+    assert (shown.count, shown.mean) == (2, pytest.approx(1250.0)), "the display counts in the same way"
 
 
 def test_the_wait_for_a_place_under_max_concurrency_counts_too() -> None:

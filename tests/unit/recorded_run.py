@@ -41,6 +41,8 @@ def steps() -> Iterator[StepEvent]:
             timing = RequestTiming(time - 2.5, time - 2.2, token_times[0], token_times[-1], time)
             reason = "error" if number == 1249 else "stop"
             ended = [FinishedSequence(f"request-{number}", 0, reason, 100, 50, 50, 0, timing, token_times)]
+        # A request that ends has its first token a hundred steps before.
+        began = ((f"request-{number + 100}", time - 0.5),) if number % 250 == 149 else ()
         starts = number % 25 == 0
         active = 200 + running * 10
         yield StepEvent(
@@ -49,7 +51,7 @@ def steps() -> Iterator[StepEvent]:
             prompt_tokens=200 * starts, blocks_active=active, blocks_cached=300, blocks_free=BLOCKS - 300 - active,
             evictions=number % 100 == 0, preemptions=number == 2000,
             emitted=tuple((f"request-{i}", 1) for i in range(running)), finished=tuple(ended), schedule_ms=0.25,
-            device_ms=18.5, step_ms=20.0,
+            device_ms=18.5, step_ms=20.0, first_tokens=began,
         )  # fmt: skip
 
 

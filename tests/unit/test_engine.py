@@ -116,6 +116,8 @@ def test_events_add_up_to_what_happened() -> None:
         assert record.token_times == tuple(sorted(record.token_times))
         assert timing.first_scheduled is not None
         assert timing.arrival < timing.first_scheduled < record.token_times[0] == timing.first_token
+        told = [(event.time, at) for event in events for each, at in event.first_tokens if each == name]
+        assert told == [(timing.first_token, timing.arrival)], "once, in the step that sampled it"
         # E2E = TTFT + TPOT x (n - 1), exactly.
         n = record.output_tokens
         tpot = (record.token_times[-1] - record.token_times[0]) / (n - 1)

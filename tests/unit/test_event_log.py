@@ -47,9 +47,10 @@ EVENT = StepEvent(
     device_ms=1.0,
     step_ms=2.0,
     used_graph=True,
+    first_tokens=(("a", 0.1),),
 )
 ENGINE = {"model": "tiny", "block_size": 16}
-EVENTS = [EVENT, replace(EVENT, step=2, emitted=(), finished=())]
+EVENTS = [EVENT, replace(EVENT, step=2, emitted=(), finished=(), first_tokens=())]
 
 
 def written() -> str:
@@ -110,6 +111,7 @@ def test_other_schema_is_refused(tmp_path: Path) -> None:
         ('"step":1', '"step":"1"'),
         ('"time":0.3', '"tim":0.3'),
         ('"emitted":[["a",1]', '"emitted":[["a"]'),
+        ('"first_tokens":[["a",0.1]', '"first_tokens":[["a"]'),
         ('"token_times":[0.3', '"token_times":["x"'),
         ('"arrival":0.1', '"arrival":null'),
         ('"kind":"mixed"', '"kind":"mixed","more":1'),
@@ -125,6 +127,11 @@ def test_damage_before_the_end_is_reported_by_line(tmp_path: Path, old: str, new
 def test_field_with_a_default_may_be_missing(tmp_path: Path) -> None:
     log = read(tmp_path, written().replace(',"used_graph":true', ""))
     assert log.events == [replace(event, used_graph=False) for event in EVENTS]
+
+
+def test_a_run_recorded_before_first_tokens_were_told_reads_without_them(tmp_path: Path) -> None:
+    log = read(tmp_path, written().replace(',"first_tokens":[["a",0.1]]', ""))
+    assert log.events == [replace(event, first_tokens=()) for event in EVENTS]
 
 
 def test_missing_file_is_a_user_error(tmp_path: Path) -> None:

@@ -270,26 +270,41 @@ def test_snapshot_before_the_first_step_is_empty() -> None:
 def test_window_forgets_what_is_older_than_a_minute_and_the_run_does_not() -> None:
     metrics = Metrics()
     metrics.observe(event(0.5, prompt_tokens=10, cached_tokens=10, decode_tokens=4, finished=(finished(0.2, 0.4),)))
-    metrics.observe(event(30.0, prompt_tokens=10, decode_tokens=1, finished=(finished(29.1, 30.0, arrival=29.0),)))
+    metrics.observe(event(30.0, prompt_tokens=10, decode_tokens=1, finished=(finished(29.2, 30.0, arrival=29.0),)))
     both = metrics.snapshot(now=59.0)
     assert both.window.hit_ratio == both.run.hit_ratio == 0.5
     assert both.window.seconds == pytest.approx(58.5)
-    ttft = metrics.window_latencies(59.0).ttft
-    assert ttft is not None
-    assert ttft.count == 2
+    e2e = metrics.window_latencies(59.0).e2e
+    assert e2e is not None
+    assert e2e.count == 2
     later = metrics.snapshot(now=70.0)
     assert (later.window.hit_ratio, later.run.hit_ratio) == (0.0, 0.5)
     assert (later.window.decode_tokens, later.run.decode_tokens) == (1, 5)
     assert later.window.seconds == pytest.approx(60.0), "idle time counts"
     assert (later.recent.decode_tokens, metrics.snapshot(now=39.9).recent.decode_tokens) == (0, 1)
     assert (later.recent.seconds, metrics.snapshot(now=39.9).recent.seconds) == pytest.approx((10.0, 10.9))
-    ttft = metrics.window_latencies(70.0).ttft
-    assert ttft is not None
-    assert ttft.p50 == pytest.approx(100.0)
-    assert metrics.window_latencies(200.0).ttft is None
+    e2e = metrics.window_latencies(70.0).e2e
+    assert e2e is not None
+    assert e2e.p50 == pytest.approx(1000.0)
+    assert metrics.window_latencies(200.0).e2e is None
     run = metrics.run_latencies()
     assert run.ttft is not None
     assert run.ttft.count == 2
+
+
+def test_window_ttft_is_there_with_the_first_token_and_counts_it_once() -> None:
+    metrics = Metrics()
+    metrics.observe(event(0.5, first_tokens=(("a", 0.3), ("b", 0.1))))
+    ttft = metrics.window_latencies().ttft
+    assert ttft is not None, "nobody has ended"
+    assert (ttft.count, ttft.mean) == (2, pytest.approx(300.0))
+    assert metrics.run_latencies().ttft is None, "a report counts those that succeeded"
+    metrics.observe(event(0.9, finished=(finished(0.5, 0.9, arrival=0.3), finished(0.5, arrival=0.1, reason="abort"))))
+    assert metrics.window_latencies().ttft == ttft
+    run = metrics.run_latencies().ttft
+    assert run is not None
+    assert (run.count, run.mean) == (1, pytest.approx(200.0))
+    assert metrics.window_latencies(200.0).ttft is None
 
 
 def test_run_latencies_are_over_all_gaps_of_all_that_succeeded() -> None:
@@ -333,7 +348,7 @@ def test_without_the_sequences_the_sums_are_the_same_and_the_memory_is_bounded()
     ended = (finished(0.2, 0.4), finished(0.1, reason="error"))
     kept, bounded = Metrics((SLO("ttft", 150.0),)), Metrics((SLO("ttft", 150.0),), keep_sequences=False)
     for metrics in (kept, bounded):
-        metrics.observe(event(1.0, finished=ended))
+        metrics.observe(event(1.0, finished=ended, first_tokens=(("r", 0.0),)))
     assert bounded.snapshot() == kept.snapshot()
     assert bounded.window_latencies() == kept.window_latencies()
     assert bounded.snapshot().goodput.attempted == 2

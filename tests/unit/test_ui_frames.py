@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded_run import info, snapshot
+from recorded_run import events, info, snapshot
 from rich.cells import cell_len
 from thoroughness import examples
 
@@ -100,9 +100,17 @@ def test_before_the_first_step_nothing_is_claimed() -> None:
     builder = SnapshotBuilder(info(), title="generate", clock=lambda: 5.0)
     builder.expect(10, 0.0)
     text = frame(builder.snapshot(RequestCounts(10)), 79).plain
-    for figure in ("starting", "0 of 10 done", "░ 1,000 free 100%", "no prompt yet", "when the first answer ends"):
+    for figure in ("starting", "0 of 10 done", "░ 1,000 free 100%", "no prompt yet", "when the first token is out"):
         assert figure in text
     assert " left" not in text
+
+
+def test_ttft_is_shown_as_soon_as_a_first_token_is_out() -> None:
+    builder = SnapshotBuilder(info(), title="generate")
+    builder.observe(replace(events()[0], time=1.0, finished=(), first_tokens=(("a", 0.75),)))
+    rows = {row[:4].strip(): row for row in frame(builder.snapshot(RequestCounts(10)), 79).plain.split("\n")}
+    assert "250 ms" in rows["TTFT"]
+    assert "when the first answer ends" in rows["TPOT"]
 
 
 def test_panels_of_the_chat_have_their_figures_and_no_requests() -> None:

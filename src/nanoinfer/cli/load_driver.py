@@ -96,9 +96,13 @@ class LoadDriver:
     def observed(self, event: StepEvent) -> StepEvent:
         """The event with arrivals counted from when requests were due."""
         self.result.tokens_per_second[int(event.time)] += sum(count for _, count in event.emitted)
-        if not self._due or not event.finished:
+        if not self._due or not (event.finished or event.first_tokens):
             return event
-        return replace(event, finished=tuple(self._from_due(sequence) for sequence in event.finished))
+        return replace(
+            event,
+            finished=tuple(self._from_due(sequence) for sequence in event.finished),
+            first_tokens=tuple((name, self._due.get(name, arrival)) for name, arrival in event.first_tokens),
+        )
 
     def _from_due(self, sequence: FinishedSequence) -> FinishedSequence:
         due = self._due.get(sequence.request_id, sequence.timing.arrival)

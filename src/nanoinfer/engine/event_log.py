@@ -85,6 +85,8 @@ def _event(path: Path, number: int, line: str) -> StepEvent:
     try:
         data = json.loads(line)
         data["emitted"] = tuple((str(request_id), int(count)) for request_id, count in data["emitted"])
+        first_tokens = data.get("first_tokens", ())  # older files have none
+        data["first_tokens"] = tuple((str(request_id), float(arrival)) for request_id, arrival in first_tokens)
         data["finished"] = tuple(_finished(each) for each in data["finished"])
         return _build(StepEvent, data)
     except (ValueError, TypeError, KeyError) as error:

@@ -95,6 +95,8 @@ class StepEvent:
     used_graph: bool = False
     decode_context: int = 0  # tokens whose KV the decoding sequences read, summed over them
     prefill_pairs: int = 0  # (query, key) pairs that the prefill chunks attended to
+    # (request id, arrival) of each sequence that got its first token, for which `time` is when that came
+    first_tokens: tuple[tuple[str, float], ...] = ()
 
 
 class Subscription:

@@ -169,6 +169,7 @@ class Metrics:
         self._seconds: deque[tuple[int, Totals]] = deque()  # whole second of the clock, sums of its steps
         self._keep_sequences = keep_sequences
         self._window_sequences = Recorder(MAX_WINDOW_SEQUENCES, len(OF_SEQUENCE))
+        self._window_ttft = Recorder(MAX_WINDOW_SEQUENCES, 1)
         self._window_gaps = Recorder(MAX_WINDOW_STEPS, 2)  # milliseconds, and how many sequences waited for them
         self._last_decode: float | None = None
         self._last_token: float | None = None
@@ -187,6 +188,8 @@ class Metrics:
         self._seconds[-1][1].add(event)
         self._peak_blocks = max(self._peak_blocks, event.blocks_active)
         self._observe_gap(event)
+        for _, arrival in event.first_tokens:
+            self._window_ttft.append(event.time, ((event.time - arrival) * 1e3,))
         for sequence in event.finished:
             self._observe_finished(event.time, sequence)
         self._slide_window(event.time)
@@ -275,12 +278,13 @@ class Metrics:
     def window_latencies(self, now: float | None = None) -> Latencies:
         """Distributions over the last minute before `now`; costs about a millisecond.
 
-        TTFT, TPOT and E2E are those of the sequences that ended in it and succeeded; ITL is taken from the steps and
-        so covers running sequences as well.
+        TTFT is that of the sequences whose first token came in it, and ITL is taken from the steps: both cover running
+        sequences as well. The others are those of the sequences that ended in it and succeeded.
         """
         begin = math.floor(self._now(now)) - self._window_s
         rows, gaps = self._window_sequences.since(begin), self._window_gaps.since(begin)
         columns = {name: rows[:, i][~np.isnan(rows[:, i])] for i, name in enumerate(OF_SEQUENCE)}
+        columns["ttft"] = self._window_ttft.since(begin)[:, 0]
         return _latencies(columns, distribution(gaps[:, 0], gaps[:, 1].astype(np.int64)))
 
     def _now(self, now: float | None) -> float:

@@ -47,6 +47,7 @@ def step_event(
         used_graph=result.used_graph,
         decode_context=sum(step.starts[: step.num_decodes]) + step.num_decodes,
         prefill_pairs=_prefill_pairs(step),
+        first_tokens=_first_tokens(step, grown),
     )
 
 
@@ -54,6 +55,12 @@ def _prefill_pairs(step: ScheduledStep) -> int:
     """Each token of a chunk attends to all before it and to itself."""
     chunks = zip(step.starts[step.num_decodes :], step.query_lens[step.num_decodes :], strict=True)
     return sum(count * start + count * (count + 1) // 2 for start, count in chunks)
+
+
+def _first_tokens(step: ScheduledStep, grown: list[Sequence]) -> tuple[tuple[str, float], ...]:
+    if not step.prefill_tokens:
+        return ()  # they come from a prompt's last chunk
+    return tuple((seq.request_id, seq.arrival_time) for seq in grown if len(seq.token_times) == 1)
 
 
 def _kind(step: ScheduledStep) -> StepKind:

@@ -203,9 +203,11 @@ def latency_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
     """Percentiles over the last minute. Below a hundred samples the p99 is hardly more than the maximum, so n is
     shown."""
     latencies = snapshot.latencies
+    has_begun = snapshot.metrics.run.output_tokens > 0
+    no_first = "no answer began in the last minute" if has_begun else "when the first token is out"
     no_end = "no answer ended in the last minute" if snapshot.requests.done else "when the first answer ends"
     return [
-        _latency_row("TTFT", latencies.ttft, no_end, "from arrival to the first token", layout),
+        _latency_row("TTFT", latencies.ttft, no_first, "from arrival to the first token", layout),
         _latency_row("TPOT", latencies.tpot, no_end, "a request's mean time per further token", layout),
         _latency_row("ITL", latencies.itl, "no gap yet", "each gap between two tokens", layout),
     ]
