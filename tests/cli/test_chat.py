@@ -205,6 +205,17 @@ def test_a_mistaken_command_is_one_line_and_never_reaches_the_model(
     assert len(nanoinfer.llm.submitted) == 1
 
 
+ALONE = ["/help", "/?", "/exit", "/quit", "/bye", "/regen", "/undo", "/clear", "/show", "/stats", "/cache"]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_command_without_text_does_nothing_where_words_follow(nanoinfer: Program, name: str) -> None:
+    result = nanoinfer("chat", stdin=f"hi\n{name} 5\nagain\n")
+    assert (result.code, result.out) == (0, "HI\nAGAIN\n")
+    assert f"error: {name} takes no words behind it; type it alone.\n" in result.err
+    assert messages(nanoinfer, -1) == "<user>hi<assistant>HI<user>again<assistant>"
+
+
 def test_a_full_context_is_told_and_the_chat_goes_on(nanoinfer: Program) -> None:
     with_llm(nanoinfer, max_model_len=100)
     result = nanoinfer("chat", stdin="short\n" + "x" * 90 + "\nagain\n")

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """`run` gets the chat and the text after the name; it returns True to leave. UserError is shown as one line."""
+    """`run` gets the chat and the text after the name, which stays empty unless `takes_text`; it returns True to leave.
+    UserError is shown as one line."""
 
     names: tuple[str, ...]
     usage: str
     help: str
     run: Callable[[Chat, str], bool | None]
+    takes_text: bool = False
 
 
 def run_command(chat: Chat, line: str) -> bool:
@@ -38,6 +40,9 @@ def run_command(chat: Chat, line: str) -> bool:
     name = name.lower()
     for command in COMMANDS:
         if name in command.names:
+            if rest and not command.takes_text:
+                chat.console.error(f"{name} takes no words behind it; type it alone.")
+                return False
             try:
                 return bool(command.run(chat, rest[0].strip() if rest else ""))
             except UserError as error:
@@ -123,12 +128,22 @@ COMMANDS = (
     ChatCommand(("/regen",), "/regen", "Answer the last question again.", _regen),
     ChatCommand(("/undo",), "/undo", "Take back the last question and its answer.", _undo),
     ChatCommand(("/clear",), "/clear", "Forget the conversation.", _clear),
-    ChatCommand(("/system",), "/system [TEXT]", 'Show or set the system prompt ("" removes it).', _system),
-    ChatCommand(("/read",), "/read FILE", "Put a file's text before the next message.", chat_files.read),
-    ChatCommand(("/save",), "/save [FILE]", "Save the conversation as JSON.", chat_files.save),
-    ChatCommand(("/load",), "/load FILE", "Go on with a saved conversation; settings stay.", chat_files.load),
     ChatCommand(
-        ("/set",), "/set [NAME [VALUE]]", "Sampling, think, thinking, markdown, stats.", chat_settings.set_value
+        ("/system",), "/system [TEXT]", 'Show or set the system prompt ("" removes it).', _system, takes_text=True
+    ),
+    ChatCommand(
+        ("/read",), "/read FILE", "Put a file's text before the next message.", chat_files.read, takes_text=True
+    ),
+    ChatCommand(("/save",), "/save [FILE]", "Save the conversation as JSON.", chat_files.save, takes_text=True),
+    ChatCommand(
+        ("/load",), "/load FILE", "Go on with a saved conversation; settings stay.", chat_files.load, takes_text=True
+    ),
+    ChatCommand(
+        ("/set",),
+        "/set [NAME [VALUE]]",
+        "Sampling, think, thinking, markdown, stats.",
+        chat_settings.set_value,
+        takes_text=True,
     ),
     ChatCommand(("/show",), "/show", "The model, the system prompt and the settings.", chat_settings.show),
     ChatCommand(("/stats",), "/stats", "Latency and speed, last answer and last minute.", _stats),
