@@ -150,7 +150,9 @@ def test_token_ids_may_be_arrays(llm, prompt):
     assert ids(llm.generate([prompt], greedy(4))) == ids(llm.generate(prompt, greedy(4))) == expected
 
 
-@pytest.mark.parametrize("prompts", [b"abc", [b"abc"], None, 5, [None], HI, [HI, "hi"], [[1, 2], HI]])
+@pytest.mark.parametrize(
+    "prompts", [b"abc", [b"abc"], None, 5, [None], HI, [HI, "hi"], [[1, 2], HI], {1, 2}, frozenset({"hi"}), [{1, 2}]]
+)
 def test_what_is_no_prompt(llm, prompts):
     with pytest.raises(RequestError, match="a prompt is text, token ids or messages, not"):
         llm.generate(prompts, greedy(1))
