@@ -18,6 +18,7 @@ DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
 DEFAULT_MAX_TOKENS = 512  # of an answer, where neither the model nor the user says anything
+MAX_COUNT = 2**31 - 1  # of tokens: counts are kept as 32-bit integers
 MAX_SEED = 2**62  # sample i uses seed + i, and seeds are kept as 64-bit integers
 
 
@@ -58,7 +59,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return _is_int(value) and 0 <= cast(int, value) < 2**31
+    return _is_int(value) and 0 <= cast(int, value) <= MAX_COUNT
 
 
 def _is_number(value: object) -> bool:
@@ -192,7 +193,7 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             _check(_is_number(value) and low <= value <= high, name, value, f"a number from {low:g} to {high:g}")
-        _check(_is_count(self.top_k), "top_k", self.top_k, "a whole number of at least 0 (0 is off)")
+        _check(_is_count(self.top_k), "top_k", self.top_k, f"a whole number from 0 to {MAX_COUNT} (0 is off)")
         _check(_is_number(self.top_p) and 0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
         # Logits are multiplied by it or divided by it: at the ends of float32 nothing would be left of them.
         repetition = self.repetition_penalty
@@ -201,8 +202,8 @@ class SamplingParams:
         seed_ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED)
         _check(seed_ok, "seed", self.seed, f"a whole number from 0 to {MAX_SEED}")
         limit_ok = self.max_tokens is None or (_is_count(self.max_tokens) and self.max_tokens >= 1)
-        _check(limit_ok, "max_tokens", self.max_tokens, "a whole number of at least 1")
-        _check(_is_count(self.min_tokens), "min_tokens", self.min_tokens, "a whole number of at least 0")
+        _check(limit_ok, "max_tokens", self.max_tokens, f"a whole number from 1 to {MAX_COUNT}")
+        _check(_is_count(self.min_tokens), "min_tokens", self.min_tokens, f"a whole number from 0 to {MAX_COUNT}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}).")
         strings_ok = all(isinstance(text, str) and text for text in self.stop)

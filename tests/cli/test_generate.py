@@ -156,7 +156,7 @@ def test_a_warning_when_many_answers_were_cut(nanoinfer: Program) -> None:
     [
         ('{"prompt": "a"', "line 1: not JSON: Expecting ',' delimiter at column 15."),
         ({"prompt": ""}, "line 1: the prompt is empty; write something."),
-        ({"prompt": "a", "max_tokens": 0}, "line 1: max_tokens is 0; it must be a whole number of at least 1."),
+        ({"prompt": "a", "max_tokens": 0}, "line 1: max_tokens is 0; it must be a whole number from 1 to 2147483647."),
         ({"prompt": "a", "temprature": 1}, "line 1: unknown field 'temprature'; did you mean 'temperature'?"),
         ({"messages": HI, "tools": [{}]}, "line 1: 'tools' is not supported by nanoinfer; remove it."),
     ],

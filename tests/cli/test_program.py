@@ -210,7 +210,11 @@ def test_a_setting_that_only_one_command_has_may_stand_at_the_top(nanoinfer: Pro
         (("generate", "--max-num-seq", "3"), "--max-num-seqs"),
         (("generate", "-p", "x", "--max-num-seqs", "many"), "--max-num-seqs"),
         (("generate", "-p", "x", "--max-num-seqs", "0"), "max_num_seqs is 0; it must be a whole number of at least 1."),
-        (("generate", "-p", "x", "--max-tokens", "0"), "max_tokens is 0; it must be a whole number of at least 1."),
+        (
+            ("generate", "-p", "x", "--max-tokens", "0"),
+            "max_tokens is 0; it must be a whole number from 1 to 2147483647.",
+        ),
+        (("generate", "-p", "x", "--max-tokens", str(10**20)), "it must be a whole number from 1 to 2147483647."),
         (("generate", "-p", "x", "--temperature", "-1"), "temperature is -1.0"),
         (("generate", "-p", "x", "--block-size", "big"), "neither a whole number nor auto"),
         (("generate", "-p", "x", "--schedule", "magic"), "Invalid value for '--schedule': 'magic' is not one of"),
