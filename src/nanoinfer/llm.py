@@ -133,9 +133,7 @@ class LLM:
         if not isinstance(params, Sequence):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
-            raise ConfigError(
-                f"{len(prompts)} prompts but {len(params)} sampling parameters; give one or one for each."
-            )
+            raise ConfigError(f"prompts: {len(prompts)}, sampling parameters: {len(params)}; give one or one for each.")
         request_ids: list[str] = []
         done: dict[str, RequestOutput] = {}
         try:

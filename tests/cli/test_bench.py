@@ -164,6 +164,11 @@ def test_the_table_names_what_was_measured(nanoinfer: Program) -> None:
     assert max(map(len, result.out.splitlines())) <= 80
 
 
+def test_a_workload_of_one_request_of_one_token(nanoinfer: Program) -> None:
+    result = nanoinfer("bench", "--device", "cpu", "--num-prompts", "1", "--input-len", "1", "--output-len", "2")
+    assert "1 request of 1 token, answers of 2, all at once" in result.out
+
+
 def test_the_result_file(nanoinfer: Program, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     assert nanoinfer("bench", *SMALL, "-o", out).code == 0

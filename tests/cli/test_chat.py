@@ -164,7 +164,7 @@ def test_save_load_and_read(nanoinfer: Program, tmp_path: Path) -> None:
     assert notes.read_text(encoding="utf-8") == "\ufefffrom a file\n"
     result = nanoinfer("chat", stdin=f"lost\n/load {chat}\nagain\n")
     assert "1 turn loaded from" in result.err
-    assert "the 1 turn before it are forgotten" in result.err
+    assert "the 1 turn before it is forgotten" in result.err
     assert "last: hi -> HI" in result.err
     assert messages(nanoinfer, 1) == "<system>be brief<user>hi<assistant>HI<user>again<assistant>"
 
@@ -246,6 +246,11 @@ def test_an_empty_prompt_and_json_without_a_prompt_are_refused(nanoinfer: Progra
 
 def test_text_that_begins_with_a_slash_can_be_sent(nanoinfer: Program) -> None:
     assert nanoinfer("chat", stdin='"""/* a comment */\nx"""\n"""/one"""\n').out == "/* A COMMENT */\nX\n/ONE\n"
+
+
+def test_a_file_of_one_token_has_a_token(nanoinfer: Program, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    assert "notes.txt: 1 token of a context" in nanoinfer("chat", stdin=f"/read {tmp_path / 'notes.txt'}\n").err
 
 
 def test_a_binary_file_is_not_read(nanoinfer: Program, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,18 @@ def test_one_prompt_from_the_command_line_prints_just_the_answer(nanoinfer: Prog
     assert nanoinfer("generate", "-p", "hello there").out == "HELLO THERE\n"
     record = json.loads(nanoinfer("generate", "-p", "hello there", "--json").out)
     assert record["message"]["content"] == "HELLO THERE"
+
+
+def test_counts_of_one_have_singular_nouns(nanoinfer: Program, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    pool = ("--block-size", "1", "--max-tokens", "1")
+    result = nanoinfer("generate", "-f", str(prompts), *pool)
+    assert re.search(r"KV blocks of 1 token \(asked for\)", result.err)
+    assert re.search(r"1 answer in .*: 1 prompt token \(0% cached\), 1 output token, ", result.err)
+    shown = nanoinfer("inspect-cache", "-f", str(prompts), "--top", "1", *pool).out
+    assert re.search(r"blocks of 1 token, ", shown)
+    assert re.search(r"hits +0 of 1 prompt token \(", shown)
 
 
 def test_prompts_are_read_from_standard_input(nanoinfer: Program) -> None:

@@ -10,6 +10,7 @@ from engines import greedy, make_engine, run
 from nanoinfer.cli.cache_hits import PrefixBreak, PrefixBreaks
 from nanoinfer.cli.cache_map import bar, block_map, reference_histogram
 from nanoinfer.cli.cache_report import CacheReport, analyse, snapshot_problems, tree_as_json
+from nanoinfer.cli.cache_view import more_rows
 from nanoinfer.engine.cache_snapshot import CacheSnapshot
 from nanoinfer.engine.events import FinishedSequence, RequestTiming
 from nanoinfer.ui.glyphs import ASCII
@@ -34,6 +35,12 @@ def test_last_use_orders_blocks_as_the_eviction_does() -> None:
     assert CacheSnapshot.from_json(snapshot.to_json()) == snapshot
     older = {key: value for key, value in snapshot.to_json().items() if key not in ("num_uses", "engine")}
     assert CacheSnapshot.from_json(older) == replace(snapshot, num_uses=0)
+
+
+def test_a_single_row_that_is_left_out_is_one() -> None:
+    assert more_rows(4, 3, "branch")[0].strip() == "... 1 more branch (--top 4 shows all)"
+    assert more_rows(5, 3, "branch")[0].strip() == "... 2 more branches (--top 5 shows all)"
+    assert more_rows(3, 3, "branch") == []
 
 
 def test_the_tree_has_hits_depth_and_parents() -> None:

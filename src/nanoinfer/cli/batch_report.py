@@ -93,6 +93,7 @@ def report_run(console: Console, totals: BatchTotals, seconds: float, output: st
     share = f" ({100 * totals.cached_tokens / totals.prompt_tokens:.0f}% cached)" if totals.prompt_tokens else ""
     console.say(
         f"{text.plural(answered, 'answer')}{kept}{failed} in {text.duration(seconds)}: "
-        f"{text.count(totals.prompt_tokens)} prompt tokens{share}, {text.count(totals.output_tokens)} output tokens, "
+        f"{text.plural(totals.prompt_tokens, 'prompt token')}{share}, "
+        f"{text.plural(totals.output_tokens, 'output token')}, "
         f"{text.rate(totals.output_tokens / seconds if seconds else 0)} tok/s -> {output}"
     )

@@ -21,6 +21,7 @@ from nanoinfer.cli.workloads import BenchRequest
 from nanoinfer.config import SamplingParams
 from nanoinfer.engine.latency import SLO
 from nanoinfer.ui.snapshot import RequestCounts, SnapshotBuilder
+from nanoinfer.ui.text import plural
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
@@ -90,8 +91,8 @@ class Bench:
         How many have ended is shown."""
         if not count:
             return
-        what = "capturing CUDA graphs" if drain else "warming up"
-        self.session.console.status(f"{what}: 0 of {count} requests ...")
+        what, requested = "capturing CUDA graphs" if drain else "warming up", plural(count, "request")
+        self.session.console.status(f"{what}: 0 of {requested} ...")
         drawn = self.workload.requests(self.seed + WARMUP_SEED_OFFSET, count)
         if drain:
             lengths = _draining(drawn, self.llm.info.max_num_batched_tokens)
@@ -106,7 +107,7 @@ class Bench:
 
         def tick() -> None:
             self.monitor.tick()
-            self.session.console.status(f"{what}: {driver.done} of {count} requests ...")
+            self.session.console.status(f"{what}: {driver.done} of {requested} ...")
 
         driver.run(self.session.interrupts, tick)
 

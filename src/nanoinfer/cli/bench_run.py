@@ -28,6 +28,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.engine.latency import parse_slos
 from nanoinfer.errors import UserError
 from nanoinfer.loading.resolve import BUILTIN_MODEL
+from nanoinfer.ui.text import plural
 
 BUILTIN_HEADS = 9  # of BUILTIN_MODEL
 
@@ -125,7 +126,7 @@ def _sweep(bench: Bench) -> tuple[Result, BaseException | None]:
     for requests in drawn:
         check_fits(requests, bench.llm.info.max_model_len)
     described = _described(bench, None)
-    bench.session.console.say(f"workload: {described['workload']}, at {len(loads)} levels of {sweep.over}")
+    bench.session.console.say(f"workload: {described['workload']}, at {plural(len(loads), 'level')} of {sweep.over}")
     bench.warm_up(loads[-1])
     points: list[Result] = []
     stopped: BaseException | None = None

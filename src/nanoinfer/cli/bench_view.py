@@ -62,8 +62,8 @@ def figure_rows(result: Result) -> list[Row]:
         ("in and out", throughput("total_token_throughput", "tok/s")),
         *_steady_row(result),
         ("prefix hits", hits),
-        ("KV peak", f"{count(kv['peak_active'])} of {count(kv['blocks'])} blocks, {count(result['preemptions'])} "
-                    "preemptions"),
+        ("KV peak", f"{count(kv['peak_active'])} of {count(kv['blocks'])} blocks, "
+                    f"{plural(round(result['preemptions']), 'preemption')}"),
         ("steps", f"{count(result['steps'])}, each with {milliseconds(result['mean_schedule_ms'])} of scheduling and "
                   f"{milliseconds(result['mean_device_ms'])} on the device"),
         *_phase_rows(result),

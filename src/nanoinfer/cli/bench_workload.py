@@ -22,6 +22,7 @@ from nanoinfer.cli.workload_files import (
 )
 from nanoinfer.cli.workloads import BenchRequest, nano_vllm_requests, prefix_requests, with_arrivals
 from nanoinfer.errors import UserError
+from nanoinfer.ui.text import plural
 
 # What a GPU does in seconds would keep a CPU busy for ten minutes.
 GPU_SIZES = {"num_prompts": 256, "input_len": 1024, "output_len": 128}
@@ -64,7 +65,9 @@ class Workload:
         prefix_len = options.prefix_len
         all_of_it = len(entries or ()) if options.dataset in ("custom", "trace") else None
         if all_of_it is not None and (options.num_prompts or 0) > all_of_it:
-            raise UserError(f"{options.dataset_path} has {all_of_it} requests; lower --num-prompts to that, or less.")
+            raise UserError(
+                f"{options.dataset_path} has {plural(all_of_it, 'request')}; lower --num-prompts to that, or less."
+            )
         return cls(
             options=options,
             num_prompts=options.num_prompts or all_of_it or sizes["num_prompts"],
@@ -88,8 +91,8 @@ class Workload:
         drawn = self._draw(seed, count)
         if len(drawn) < count:
             raise UserError(
-                f"{self.options.dataset_path} has only {len(drawn)} conversations of a usable length, fewer than the "
-                f"{count} asked for; lower --num-prompts."
+                f"{self.options.dataset_path} has only {plural(len(drawn), 'conversation')} of a usable length, "
+                f"fewer than the {count} asked for; lower --num-prompts."
             )
         return with_arrivals(drawn, rate, self.options.burstiness, seed)
 
@@ -122,14 +125,15 @@ class Workload:
         }
 
     def __str__(self) -> str:
-        options = self.options
+        options, requests = self.options, plural(self.num_prompts, "request")
         if options.preset is not None:
-            return f"preset {options.preset}: {self.num_prompts} requests"
+            return f"preset {options.preset}: {requests}"
         if options.dataset_path is not None:
             own_arrivals = ", each at its time" if options.dataset == "trace" else ""
-            return f"{self.num_prompts} requests of {options.dataset} file {options.dataset_path.name}{own_arrivals}"
+            return f"{requests} of {options.dataset} file {options.dataset_path.name}{own_arrivals}"
         prefix = f"{self.num_prefixes} x {self.prefix_len} shared + " if self.prefix_len else ""
-        return f"{self.num_prompts} requests of {prefix}{self.inputs} tokens, answers of {self.outputs}"
+        tokens = "token" if self.inputs.high == 1 else "tokens"
+        return f"{requests} of {prefix}{self.inputs} {tokens}, answers of {self.outputs}"
 
 
 def pace(rate: float, limit: int | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoinfer.cli.cache_plan import MemoryPlan
 from nanoinfer.models.config import ModelConfig
-from nanoinfer.ui.text import byte_size, count
+from nanoinfer.ui.text import byte_size, count, plural
 
 
 def plan_as_text(name: str, model: ModelConfig, plan: MemoryPlan) -> str:
@@ -23,8 +23,8 @@ def plan_as_text(name: str, model: ModelConfig, plan: MemoryPlan) -> str:
             f"  - weights             {byte_size(plan.weights):>10}",
             f"  - activations         {byte_size(plan.activations):>10}   estimate",
             f"  - overhead            {byte_size(plan.overhead):>10}   estimate",
-            f"  = KV pool             {byte_size(plan.kv_bytes):>10}   {count(plan.num_blocks)} blocks of "
-            f"{plan.block_size} tokens",
+            f"  = KV pool             {byte_size(plan.kv_bytes):>10}   {plural(plan.num_blocks, 'block')} of "
+            f"{plural(plan.block_size, 'token')}",
             "",
             f"  KV of one token       {count(plan.kv_bytes_per_token):>10} B",
             f"  tokens that fit       {count(plan.tokens):>10}",

@@ -76,12 +76,12 @@ class Recording:
         engine, begin = self.log.engine, self.log.events[0]
         since = event.time - (begin.time - begin.step_ms / 1e3)
         pool = event.blocks_active + event.blocks_cached + event.blocks_free
-        block_size = f" of {engine['block_size']} tokens" if "block_size" in engine else ""
+        block_size = f" of {plural(engine['block_size'], 'token')}" if "block_size" in engine else ""
         return [
             f"step        {count(position)} of {count(len(self))}, {event.kind}, {milliseconds(event.step_ms)}, "
             f"{since:.2f} s after the start",
             f"KV pool     {count(event.blocks_active)} active, {count(event.blocks_cached)} cached, "
-            f"{count(event.blocks_free)} free of {count(pool)} blocks{block_size}",
+            f"{count(event.blocks_free)} free of {plural(pool, 'block')}{block_size}",
             f"{MARGIN}{bar(event.blocks_active, event.blocks_cached, event.blocks_free, glyphs=glyphs)}",
             f"{MARGIN}{legend(glyphs)}",
             f"active      {self._timeline(glyphs)}",
@@ -128,7 +128,7 @@ class Recording:
             share = percent(each.cached_tokens, each.prompt_tokens)
             figures = f"{each.prompt_tokens:7} {each.cached_tokens:7} {share:>5} {each.output_tokens:7}"
             lines.append(f"  {name:20} {figures}  {each.reason}")
-        return lines + more_rows(len(finished), top, "requests")
+        return lines + more_rows(len(finished), top, "request")
 
     def document(self, position: int) -> dict[str, Any]:
         """One step and the sums up to it, as plain data."""
@@ -139,7 +139,7 @@ class Recording:
 
 
 def _hit(cached: int, prompt: int) -> str:
-    return f"{count(cached)} of {count(prompt)} prompt tokens from the cache ({percent(cached, prompt)})"
+    return f"{count(cached)} of {plural(prompt, 'prompt token')} from the cache ({percent(cached, prompt)})"
 
 
 def _ended(sequence: FinishedSequence) -> str:

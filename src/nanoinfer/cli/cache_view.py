@@ -49,8 +49,8 @@ def run_as_text(run: CacheRun, look: Look) -> str:
     info, peak, end = run.info, run.peak, run.end
     return "\n".join(
         [
-            f"KV pool     {count(info.num_blocks)} blocks of {info.block_size} tokens, {byte_size(info.kv_bytes)} "
-            f"({byte_size(info.kv_bytes / info.num_blocks)} a block, {info.dtype})",
+            f"KV pool     {plural(info.num_blocks, 'block')} of {plural(info.block_size, 'token')}, "
+            f"{byte_size(info.kv_bytes)} ({byte_size(info.kv_bytes / info.num_blocks)} a block, {info.dtype})",
             "",
             *state_lines("near peak", peak, look),
             f"{MARGIN}most active at once: {count(run.peak_active)} ({percent(run.peak_active, info.num_blocks)})",
@@ -73,7 +73,7 @@ def snapshot_as_text(report: CacheReport, problems: list[str], engine: Mapping[s
     model = f" of {one_line(str(engine['model']))}, {engine['dtype']}" if engine else ""
     return "\n".join(
         [
-            f"KV pool     {count(report.num_blocks)} blocks of {report.block_size} tokens{model}",
+            f"KV pool     {plural(report.num_blocks, 'block')} of {plural(report.block_size, 'token')}{model}",
             "",
             *state_lines("at the end", report, look),
             f"{MARGIN}{legend(look.glyphs)}",
@@ -123,7 +123,7 @@ def tree_lines(report: CacheReport, look: Look) -> list[str]:
         f"{MARGIN}(idle: how many admissions and releases ago it was last used)",
     ]
     rows = [_tree_row(node, level, report, look) for node, level in walk(report.tree)]
-    lines += rows[: look.top] + more_rows(len(rows), look.top, "branches")
+    lines += rows[: look.top] + more_rows(len(rows), look.top, "branch")
     shared = sorted((node for node, _ in walk(report.tree) if node.hits), key=lambda node: -_saved(node))
     if shared:
         lines.append("shared most")
@@ -132,7 +132,7 @@ def tree_lines(report: CacheReport, look: Look) -> list[str]:
 
 
 def more_rows(rows: int, top: int, what: str) -> list[str]:
-    return [f"{MARGIN}... {count(rows - top)} more {what} (--top {rows} shows all)"] if rows > top else []
+    return [f"{MARGIN}... {plural(rows - top, f'more {what}')} (--top {rows} shows all)"] if rows > top else []
 
 
 def _span(node: PrefixNode, block_size: int) -> str:
@@ -153,7 +153,8 @@ def _saved(node: PrefixNode) -> int:
 
 def _shared_row(node: PrefixNode, report: CacheReport, look: Look) -> str:
     digest = (node.blocks[-1].digest or "")[:8]
-    row = f"  {digest} {_span(node, report.block_size)}, {plural(node.hits, 'hit')} saved {count(_saved(node))} tokens"
+    saved = plural(_saved(node), "token")
+    row = f"  {digest} {_span(node, report.block_size)}, {plural(node.hits, 'hit')} saved {saved}"
     return _with_text(row, node, look)
 
 
@@ -167,7 +168,7 @@ def _hit_lines(run: CacheRun, look: Look) -> list[str]:
     prompt = sum(sequence.prompt_tokens for sequence in run.finished)
     cached = sum(sequence.cached_tokens for sequence in run.finished)
     lines = [
-        f"hits        {count(cached)} of {count(prompt)} prompt tokens ({percent(cached, prompt)}), "
+        f"hits        {count(cached)} of {plural(prompt, 'prompt token')} ({percent(cached, prompt)}), "
         f"in whole blocks of {run.info.block_size}",
         f"  {'request':14} {'prompt':>7} {'cached':>7} {'hit':>5}  where the prefix broke",
     ]
@@ -175,7 +176,7 @@ def _hit_lines(run: CacheRun, look: Look) -> list[str]:
         name, share = one_line(str(run.name_of(sequence)), 14), percent(sequence.cached_tokens, sequence.prompt_tokens)
         reason = one_line(broken.sentence(run.info.block_size), 80 - 40)
         lines.append(f"  {name:14} {sequence.prompt_tokens:7} {sequence.cached_tokens:7} {share:>5}  {reason}")
-    return lines + more_rows(len(run.finished), look.top, "requests")
+    return lines + more_rows(len(run.finished), look.top, "request")
 
 
 def verdict_lines(report: CacheReport, problems: list[str]) -> list[str]:

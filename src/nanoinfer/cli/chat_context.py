@@ -46,9 +46,9 @@ def _turns_to_forget(chat: Chat, wanted: int) -> int | None:
 def _let_choose(
     chat: Chat, prompt: ChatPrompt, room: int, wanted: int, to_forget: int | None
 ) -> tuple[ChatPrompt, SamplingParams] | None:
-    used, context = text.count(len(prompt.token_ids)), text.count(chat.engine.context)
-    left = f"{max(room, 0)} of {wanted} are left for the answer" if room > 0 else "nothing is left for the answer"
-    chat.console.warn(f"the context is full: the conversation has {used} of {context} tokens, {left}.")
+    used, context = text.count(len(prompt.token_ids)), text.plural(chat.engine.context, "token")
+    some = f"{room} of {wanted} {'is' if room == 1 else 'are'}" if room > 0 else "nothing is"
+    chat.console.warn(f"the context is full: the conversation has {used} of {context}, {some} left for the answer.")
     choices = {}
     if to_forget is not None:
         choices["o"] = f"forget the {text.plural(to_forget, 'oldest turn')} of {len(chat.conversation.turns)}"

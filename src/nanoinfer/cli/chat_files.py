@@ -53,7 +53,7 @@ def load(chat: Chat, argument: str) -> None:
     conversation, model = read_transcript(path)
     former = len(chat.conversation.turns)
     chat.conversation, chat.saved_as, chat.attached = conversation, path, []
-    gone = f"; the {text.plural(former, 'turn')} before it are forgotten" if former else ""
+    gone = f"; the {text.plural(former, 'turn')} before it {'is' if former == 1 else 'are'} forgotten" if former else ""
     chat.console.say(f"{text.plural(len(conversation.turns), 'turn')} loaded from {path}{gone}")
     if model != chat.engine.llm.info.model:
         chat.console.say(f"They were held with {model}; this is {chat.engine.llm.info.model}.")
@@ -72,7 +72,7 @@ def read(chat: Chat, argument: str) -> None:
     try:
         if path.stat().st_size > _MOST_BYTES_PER_TOKEN * context:
             size = text.byte_size(path.stat().st_size)
-            raise UserError(f"{path} has {size}, too much for a context of {text.count(context)} tokens; cut it.")
+            raise UserError(f"{path} has {size}, too much for a context of {text.plural(context, 'token')}; cut it.")
         content = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
@@ -86,11 +86,12 @@ def read(chat: Chat, argument: str) -> None:
     tokens = chat.engine.count_tokens(content)
     if tokens >= context:
         raise UserError(
-            f"{path} has {text.count(tokens)} tokens, and the context is {text.count(context)}; give a shorter file."
+            f"{path} has {text.plural(tokens, 'token')}, and the context is {text.count(context)}; give a shorter file."
         )
     chat.attached.append(content)
     chat.console.say(
-        f"{path}: {text.count(tokens)} tokens of a context of {text.count(context)}; your next message comes after it."
+        f"{path}: {text.plural(tokens, 'token')} of a context of {text.count(context)}; "
+        "your next message comes after it."
     )
 
 

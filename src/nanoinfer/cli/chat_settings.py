@@ -81,7 +81,7 @@ def _shown(chat: Chat, name: str) -> str:
 
 def show(chat: Chat, argument: str) -> None:
     info, defaults = chat.engine.llm.info, SamplingParams()
-    chat.console.say(f"model: {info.model} on {info.device}, {info.dtype}, {text.count(info.max_model_len)} tokens")
+    chat.console.say(f"model: {info.model} on {info.device}, {info.dtype}, {text.plural(info.max_model_len, 'token')}")
     chat.console.say(f"system: {chat.conversation.system or '(none)'}")
     chat.console.say(" · ".join(f"{name} {_shown(chat, name)}" for name in CHOICES))
     changed = [

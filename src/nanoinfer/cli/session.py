@@ -17,7 +17,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.loading import Notify
 from nanoinfer.ui.console import Console, in_ascii, takes_unicode
 from nanoinfer.ui.loading import LoadingDisplay
-from nanoinfer.ui.text import byte_size, count
+from nanoinfer.ui.text import byte_size, plural
 
 if TYPE_CHECKING:
     from nanoinfer.cli.length_check import PromptLimits
@@ -113,8 +113,8 @@ class Session:
         self.console.dim(f"attention {info.attention} ({info.attention_reason}) · kernels {info.kernels}")
         why = "asked for" if config.block_size else f"best with {info.attention} attention"
         self.console.dim(
-            f"{count(info.num_blocks)} KV blocks of {info.block_size} tokens ({why}), {byte_size(info.kv_bytes)} · "
-            f"context {count(info.max_model_len)} tokens"
+            f"{plural(info.num_blocks, 'KV block')} of {plural(info.block_size, 'token')} ({why}), "
+            f"{byte_size(info.kv_bytes)} · context {plural(info.max_model_len, 'token')}"
         )
         for warning in info.warnings:
             self.console.warn(warning)

@@ -134,7 +134,7 @@ def requests_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
             Part(f"{count(metrics.waiting)} waiting"),
             Part(f"{count(snapshot.to_come)} to come" if snapshot.to_come else "", priority=2),
             Part(f"{count(requests.failed)} failed", BAD if requests.failed else DIM),
-            Part(f"{count(metrics.run.output_tokens)} tokens out", DIM, priority=1),
+            Part(f"{plural(metrics.run.output_tokens, 'token')} out", DIM, priority=1),
         ],
     )
     return [bar_row, counts]
@@ -149,7 +149,7 @@ def kv_rows(snapshot: RunSnapshot, layout: Layout) -> list[Row]:
     total = active + cached + free
     peak = metrics.peak_blocks_active
     at_peak = f"peak {count(peak)} {percent(peak, total)}"
-    beside = f" {count(total)} blocks of {info.block_size} tokens" if layout.is_wide else f" {at_peak}"
+    beside = f" {plural(total, 'block')} of {plural(info.block_size, 'token')}" if layout.is_wide else f" {at_peak}"
     room = layout.width - LABEL_WIDTH - len(beside)
     pieces = bar((active, cached, free), (GOOD, SHARED, DIM), glyphs.bar, room)
     at = min(peak * room // total, room - 1)

@@ -38,8 +38,8 @@ def count(number: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 request`, `12 requests`."""
-    return f"{count(number)} {noun}" + ("" if number == 1 else "s")
+    """`1 request`, `12 requests`, `3 branches`."""
+    return f"{count(number)} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def rate(number: float) -> str:
