@@ -31,8 +31,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def refusal(path: Path) -> str:
+    """The message; the cache is left as if nobody had asked."""
+    cache = path.parent / "cache"
+    before = sorted(cache.rglob("*"))
     with pytest.raises(ModelError) as caught:
         import_gguf(path)
+    assert sorted(cache.rglob("*")) == before
     assert str(path) in str(caught.value)
     return str(caught.value)
 

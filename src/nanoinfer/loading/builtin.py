@@ -21,7 +21,7 @@ from nanoinfer.errors import ModelError
 from nanoinfer.loading import Notify, silent
 from nanoinfer.loading.cache import cache_dir, create_once, require_free
 from nanoinfer.loading.folder import read_generation_config
-from nanoinfer.loading.gguf import IMPORT_VERSION, build_model_folder
+from nanoinfer.loading.gguf import IMPORT_VERSION, prepare_import
 
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
 
@@ -51,7 +51,7 @@ def smollm2_gguf(notify: Notify = silent) -> Path:
 
 
 def _import(notify: Notify, folder: Path) -> None:
-    build_model_folder(smollm2_gguf(notify), notify, folder)
+    prepare_import(smollm2_gguf(notify), notify)(folder)
     generation = read_generation_config(folder) | _SAMPLING
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 

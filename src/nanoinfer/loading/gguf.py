@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,10 @@ def import_gguf(path: Path, notify: Notify = silent) -> Path:
     supported (architecture, tensor type, tokenizer), or if the cache cannot be written.
     """
     target = cache_dir() / "models" / f"{path.stem}-{_identity(path)}"
-    return create_once(target, partial(build_model_folder, path, notify))
+    if target.is_dir():
+        return target
+    # A file that is refused should leave nothing in the cache, not even a lock: removing that would not be safe.
+    return create_once(target, prepare_import(path, notify))
 
 
 def _identity(path: Path) -> str:
@@ -78,22 +80,28 @@ def _identity(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def build_model_folder(path: Path, notify: Notify, folder: Path) -> None:
-    """Write the model in the GGUF file at `path` into the empty `folder`; errors as in `import_gguf`."""
+def prepare_import(path: Path, notify: Notify) -> Callable[[Path], None]:
+    """Check the GGUF file at `path`, and return what writes its model into an empty folder; errors as in
+    `import_gguf`."""
     file = read_gguf(path)
     config = _config(file)
     ModelConfig.from_dict(config, source=str(path))  # refuse an unsupported model before gigabytes are written
     names = _tensor_names(file)
+    _check_heads(file, names, config)
     texts = {"config.json": _json(config), **tokenizer_files(file.metadata, str(path))}
     output = {}
     for name, tensor in names.items():
         kind = _type_name(tensor)
         output[name] = (kind if kind in _STORED_AS_IS else "F32", tensor.shape)
     total = sum(math.prod(shape) * (4 if dtype == "F32" else 2) for dtype, shape in output.values())
-    require_free(folder, total + sum(map(len, texts.values())), f"importing {path.name}")
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    write_safetensors(folder / "model.safetensors", output, _data(file, names, config, total, notify))
+
+    def write(folder: Path) -> None:
+        require_free(folder, total + sum(map(len, texts.values())), f"importing {path.name}")
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        write_safetensors(folder / "model.safetensors", output, _data(file, names, config, total, notify))
+
+    return write
 
 
 def _json(content: Mapping[str, Any]) -> str:
@@ -211,6 +219,13 @@ def _tensor_names(file: GGUFFile) -> dict[str, GGUFTensor]:
     return names
 
 
+def _check_heads(file: GGUFFile, names: Mapping[str, GGUFTensor], config: Mapping[str, Any]) -> None:
+    for tensor in names.values():
+        heads = _permuted_heads(tensor.name, config)
+        if heads and tensor.shape[0] != heads * config["head_dim"]:
+            raise ModelError(f"{file.path} is damaged: {tensor.name} has {tensor.shape[0]} rows for {heads} heads.")
+
+
 def _type_name(tensor: GGUFTensor) -> str:
     from gguf import GGMLQuantizationType
 
@@ -227,8 +242,6 @@ def _data(
         raw = file.raw(tensor)
         heads = _permuted_heads(tensor.name, config)
         if heads:
-            if tensor.shape[0] != heads * config["head_dim"]:
-                raise ModelError(f"{file.path} is damaged: {tensor.name} has {tensor.shape[0]} rows for {heads} heads.")
             rows = raw.reshape(tensor.shape[0], -1)
             raw = rows[_unpermuted_rows(tensor.shape[0], heads)].reshape(-1)
         for piece in _pieces(raw, _type_name(tensor)):
