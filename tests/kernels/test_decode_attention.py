@@ -97,11 +97,19 @@ def rope_table(positions, head_dim, device):
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "splits"),
-    [(4, 2, 64, 1), (4, 2, 80, 3), (3, 1, 96, 4), (16, 2, 128, 2), (2, 2, 64, 5), (20, 1, 64, 3)],
+    ("heads", "kv_heads", "head_dim", "splits", "dtype"),
+    [
+        (4, 2, 64, 1, torch.bfloat16),
+        (4, 2, 80, 3, torch.bfloat16),
+        (3, 1, 96, 4, torch.bfloat16),
+        (16, 2, 128, 2, torch.bfloat16),
+        (2, 2, 64, 5, torch.bfloat16),
+        (20, 1, 64, 3, torch.bfloat16),
+        (6, 2, 64, 3, torch.float32),
+    ],
 )
-def test_fused_forms_equal_store_then_attend(heads, kv_heads, head_dim, splits, normed, few, device):
-    dtype, block_size = torch.bfloat16, 16
+def test_fused_forms_equal_store_then_attend(heads, kv_heads, head_dim, splits, dtype, normed, few, device):
+    block_size = 16
     lengths = [1, 2, 33, 65, 150, 1, 0]
     cache = paged_cache(lengths, block_size, kv_heads, head_dim, dtype=dtype, device=device)
     batch = len(lengths)

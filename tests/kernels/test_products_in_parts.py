@@ -10,18 +10,18 @@ from nanoinfer.kernels import products_in_parts, reference
 from nanoinfer.kernels.layer_products import LayerProducts
 
 
-def layer_products(hidden, attended, inner, qkv, *, bias, device, dtype=torch.bfloat16):
+def layer_products(hidden, attended, inner, qkv, *, bias, device):
     def matrix(rows, columns, seed):
-        return (normal(rows, columns, dtype=dtype, device=device, seed=seed) * columns**-0.5).contiguous()
+        return (normal(rows, columns, dtype=torch.bfloat16, device=device, seed=seed) * columns**-0.5).contiguous()
 
     return LayerProducts(
         matrix(hidden, attended, 1),
-        normal(hidden, dtype=dtype, device=device, seed=2),
+        normal(hidden, dtype=torch.bfloat16, device=device, seed=2),
         matrix(2 * inner, hidden, 3),
         matrix(hidden, inner, 4),
-        normal(hidden, dtype=dtype, device=device, seed=5),
+        normal(hidden, dtype=torch.bfloat16, device=device, seed=5),
         matrix(qkv, hidden, 6),
-        normal(qkv, dtype=dtype, device=device, seed=7) if bias else None,
+        normal(qkv, dtype=torch.bfloat16, device=device, seed=7) if bias else None,
         1e-6,
     )
 
@@ -44,10 +44,16 @@ def test_halves_add_up_to_the_layer(narrow, bias, device, monkeypatch):
     assert_close(actual_qkv, qkv.to(torch.bfloat16))
 
 
-def test_they_are_chosen_where_they_gain(device):
+def test_they_are_chosen_where_they_gain(device, monkeypatch):
+    monkeypatch.setattr(products_in_parts, "is_hopper", lambda _: True)
     products = layer_products(64, 96, 160, 80, bias=False, device=device)
-    assert [tokens for tokens in (1, 128, 191, 192, 256, 257) if products_in_parts.pays(tokens, products)] == [192, 256]
-    assert not products_in_parts.pays(200, layer_products(64, 96, 100, 80, bias=False, device=device))
-    assert not products_in_parts.pays(
-        200, layer_products(64, 96, 160, 80, bias=False, device=device, dtype=torch.float32)
-    )
+
+    def hidden(tokens, dtype=torch.bfloat16):
+        return torch.zeros(tokens, 64, dtype=dtype, device=device)
+
+    sizes = (1, 128, 191, 192, 256, 257)
+    assert [tokens for tokens in sizes if products_in_parts.pays(hidden(tokens), products)] == [192, 256]
+    assert not products_in_parts.pays(hidden(200, torch.float32), products)
+    assert not products_in_parts.pays(hidden(200), layer_products(64, 96, 100, 80, bias=False, device=device))
+    monkeypatch.setattr(products_in_parts, "is_hopper", lambda _: False)
+    assert not products_in_parts.pays(hidden(200), products)

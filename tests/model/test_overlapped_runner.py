@@ -191,7 +191,9 @@ def test_nothing_is_sent_while_the_same_sequences_decode(case, graphed, monkeypa
     folder, prompts, expected = case
     sent = []
     copy_in = graphed_steps._copy_in
-    monkeypatch.setattr(graphed_steps, "_copy_in", lambda values, _: sent.append(len(values)) or copy_in(values, _))
+    monkeypatch.setattr(
+        graphed_steps, "_copy_in", lambda values, inputs: sent.append(len(values)) or copy_in(values, inputs)
+    )
     with LLM(folder, device="cpu", num_blocks=60, max_num_seqs=2) as llm:
         params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (20, 64)]
         outputs = llm.generate(prompts[:2], params)

@@ -2,9 +2,12 @@
 
 Programmatic dependent launch (PDL, CUDA programming guide, sm_90 and later) starts a kernel while its predecessor still
 runs. The chain is right only if every kernel follows these rules: it calls `gdc_launch_dependents` first; before
-`gdc_wait` it writes nothing, and reads only what was complete before the step's first kernel started (weights; the
-step's inputs); and it does not end without `gdc_wait` having been called in one of its programs, which thus ends after
-its predecessor. So waiting for the predecessor is waiting for everything before it.
+`gdc_wait` it writes nothing, and reads only what was complete before the step's embedding started (weights, the step's
+inputs, keys and values of earlier steps); and it does not end without `gdc_wait` having been called in one of its
+programs, which thus ends after its predecessor. So waiting for the predecessor is waiting for everything before it.
+
+The embedding is the barrier: it is no dependent launch, so it starts when all before it is complete, and since it never
+calls `gdc_launch_dependents`, nothing behind it starts before it ends.
 """
 
 from __future__ import annotations

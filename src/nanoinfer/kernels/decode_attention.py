@@ -7,9 +7,8 @@ program of a sequence to finish combines the splits.
 
 The fused form also does what lies between the QKV projection and attention (QK-norm, rotary embedding, KV write): the
 program whose split ends with the newest token stores that token first. While it waits for the projection it already
-reads lengths, tables and slots. Those must therefore be complete before the step's first kernel starts, and that one
-must be launched without PDL, as all of torch's are. For a few sequences this form has a kernel of its own,
-`few_decodes_attention`.
+reads lengths, tables and slots, which are the step's inputs (`common`). For a few sequences this form has a kernel of
+its own, `few_decodes_attention`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.common import LOG2_E, enter, pdl_options, wait_for_inputs
-from nanoinfer.kernels.decode_parts import COMBINE, attend, cache_rows, combine_splits, load_rows, normed_rotated
+from nanoinfer.kernels.decode_parts import COMBINE, attend, cache_rows, finish_split, load_rows, normed_rotated
 from nanoinfer.kernels.decode_splits import MIN_SPLIT_TOKENS, DecodeConfig, DecodeWorkspace, default_config
 from nanoinfer.kernels.rope import load_rotation
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q_ptr,  # [B, H, D]; FUSED: qkv [B, (H + 2 KV) * D] before norm and rotation
     q_weight_ptr,  # [D]
@@ -115,35 +114,11 @@ def _decode_kernel(
             k, v = load_rows(k_cache_ptr, v_cache_ptr, row, valid, D, BLOCK_D)
             top, total, acc = attend(q, k, v, valid, scale, top, total, acc)
 
-        first_head = sequence * (KV * G) + kv_head * G
-        out_valid = group_valid[:, None] & lane_valid[None, :]
-        if active == 1:
-            safe = tl.where(total == 0.0, 1.0, total)
-            out = (acc / safe[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + (first_head + group)[:, None] * D + lane[None, :], out, mask=out_valid)
-        else:
-            part = (first_head + group) * splits + split
-            tl.store(partial_ptr + part[:, None] * D + lane[None, :], acc, mask=out_valid)
-            tl.store(stats_ptr + part * 2, top, mask=group_valid)
-            tl.store(stats_ptr + part * 2 + 1, total, mask=group_valid)
-            tl.debug_barrier()  # all threads' stores come before the release
-            counter_ptr = counters_ptr + sequence * KV + kv_head
-            arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
-            if arrived == active - 1:
-                tl.debug_barrier()
-                combine_splits(
-                    partial_ptr + first_head * splits * D,
-                    stats_ptr + first_head * splits * 2,
-                    out_ptr + first_head * D,
-                    active,
-                    splits,
-                    G,
-                    COMBINE_G,
-                    D,
-                    BLOCK_D,
-                    COMBINE,
-                )
-                tl.store(counter_ptr, 0)
+        finish_split(
+            top, total, acc, group, group_valid, out_ptr, partial_ptr, stats_ptr,
+            counters_ptr + sequence * KV + kv_head, sequence * (KV * G) + kv_head * G, split, splits, active,
+            G, COMBINE_G, D, BLOCK_D, COMBINE,
+        )  # fmt: skip
 
 
 def _launch(

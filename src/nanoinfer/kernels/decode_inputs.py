@@ -1,6 +1,7 @@
 """The inputs of a decode step gathered from the sequences' rows in one kernel; in torch that takes twenty.
 
-It is a step's first kernel, so it is no dependent launch: what later kernels read early is complete when it starts.
+It is no dependent launch, since it reads what the step before wrote. The embedding behind it is none either, so what
+this kernel writes may be read early (`common`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from nanoinfer.kernels.rows import DecodeInputs, RowState
 BLOCK = 512
 
 
-@triton.jit
+# One compilation for all sizes and addresses: the step that would wait for another one is a decode.
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def _decode_inputs_kernel(
     rows_ptr,  # [B]
     positions_ptr,  # [B], moved on by one
@@ -45,6 +47,7 @@ def _decode_inputs_kernel(
     tl.store(positions_out + sequence, known)
     tl.store(slots_out + sequence, tl.where(position < 0, -1, block * BLOCK_SIZE + known % BLOCK_SIZE))
     tl.store(context_lens_out + sequence, (position + 1).to(tl.int32))
+    # Written where it was read: a program of one warp needs no barrier between the two.
     tl.store(positions_ptr + sequence, tl.where(position < 0, position, position + 1))
     tl.store(token_indices_out + sequence, position + 1 - tl.load(prompt_lens_ptr + row))
     tl.store(seeds_out + sequence, tl.load(seeds_ptr + row))

@@ -103,3 +103,41 @@ def combine_splits(
     total = tl.where(total == 0.0, 1.0, total)
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + head[:, None] * D + lane[None, :], out, mask=valid)
+
+
+@triton.jit
+def finish_split(
+    top, total, acc, head, stored, out_ptr, partial_ptr, stats_ptr, counter_ptr, first_head, split, splits, active,
+    G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, COMBINE: tl.constexpr,
+):  # fmt: skip
+    """The answer of a sequence's only split, or a part: the last program to arrive combines the parts of all.
+
+    Rows [R] that are `stored` are those of query `head` of this KV head, the first of which is first_head of the batch.
+    """
+    lane = tl.arange(0, BLOCK_D)
+    mask = stored[:, None] & (lane < D)[None, :]
+    if active == 1:
+        out = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (first_head + head)[:, None] * D + lane[None, :], out, mask=mask)
+    else:
+        part = (first_head + head) * splits + split
+        tl.store(partial_ptr + part[:, None] * D + lane[None, :], acc, mask=mask)
+        tl.store(stats_ptr + part * 2, top, mask=stored)
+        tl.store(stats_ptr + part * 2 + 1, total, mask=stored)
+        tl.debug_barrier()  # all threads' stores come before the release
+        arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+        if arrived == active - 1:
+            tl.debug_barrier()
+            combine_splits(
+                partial_ptr + first_head * splits * D,
+                stats_ptr + first_head * splits * 2,
+                out_ptr + first_head * D,
+                active,
+                splits,
+                G,
+                BLOCK_G,
+                D,
+                BLOCK_D,
+                COMBINE,
+            )
+            tl.store(counter_ptr, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoinfer.kernels.common import shared_memory
 
 FEW_ROUNDS, MOST_ROUNDS_SPLIT = 3, 5  # programs per core: below the first all are split, beyond the second none
-MIN_SPLIT_TOKENS = 128  # tokens of a split at the least: below this, combining costs more than it saves
+MIN_SPLIT_TOKENS = 128  # tokens of a split of many sequences at the least: below, combining costs more than it saves
 
 
 class DecodeConfig(NamedTuple):
@@ -66,7 +66,7 @@ def split_tokens(context_lens: Tensor, num_kv_heads: int) -> Tensor | None:
 
 
 def is_small(batch: int, num_kv_heads: int, device: torch.device) -> bool:
-    """Whether latency decides rather than bandwidth: the program of a split gets a core for itself."""
+    """Whether latency decides rather than bandwidth: unsplit, sequences keep at most half of the cores busy."""
     return 2 * batch * num_kv_heads < _num_cores(device)
 
 

@@ -1,6 +1,6 @@
 """Embedding rows of a part of the vocabulary, zeros for the rest, in one kernel: the ranks' parts are then added.
 
-It is a step's first kernel, so it is no dependent launch: what later kernels read early is complete when it starts.
+It is no dependent launch and lets none start early: the barrier before which a step's inputs are complete (`common`).
 """
 
 from __future__ import annotations

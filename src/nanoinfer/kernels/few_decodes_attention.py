@@ -1,13 +1,13 @@
 """The fused form of decode attention for a few sequences, where latency is its time: next to nothing after the wait.
 
-With few sequences a core has one split or none, and bytes are few. What counts then is the way from the result of the
+With few sequences there are few bytes to read and cores enough. What counts then is the way from the result of the
 QKV projection to that of attention, and most of it are the instructions that one warp executes (decision 066). So a
 split's first keys and values are loaded before the wait; queries are normed and rotated in as many rows as there are,
 and repeated to fill a tensor core's tile only then; the newest token is attended to from registers, not through the
 cache; and the loop over further tiles, whose first loads come ahead of it, is left out where there are none.
 
-What is read before the wait must be complete before the step's first kernel starts: lengths, tables, slots, and the
-keys and values of all earlier steps. That kernel must be launched without PDL, as all of torch's are.
+Read before the wait: lengths, tables and slots, which are the step's inputs, and keys and values of earlier steps alone
+(`common`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.common import INTERPRETED, LOG2_E, enter, pdl_options, wait_for_inputs
-from nanoinfer.kernels.decode_parts import COMBINE, attend, cache_rows, combine_splits, load_rows, normed_rotated
+from nanoinfer.kernels.decode_parts import COMBINE, attend, cache_rows, finish_split, load_rows, normed_rotated
 from nanoinfer.kernels.decode_splits import DecodeConfig, DecodeWorkspace, num_splits
 from nanoinfer.kernels.rope import load_rotation
 
@@ -28,8 +28,8 @@ def _prefetch_rows(k_cache_ptr, v_cache_ptr, row, valid, D: tl.constexpr):
     """Ask for these rows of keys and values to be brought into L2."""
     SECTOR: tl.constexpr = 16  # bfloat16 elements in the 32 bytes that a request brings at the least
     offset = tl.where(valid, row * D, 0)[:, None] + (tl.arange(0, 8) * SECTOR % D)[None, :]
-    for cache_ptr in tl.static_range(2):
-        base = k_cache_ptr if cache_ptr == 0 else v_cache_ptr
+    for i in tl.static_range(2):
+        base = k_cache_ptr if i == 0 else v_cache_ptr
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
             "=r,l",
@@ -40,7 +40,7 @@ def _prefetch_rows(k_cache_ptr, v_cache_ptr, row, valid, D: tl.constexpr):
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _few_decodes_kernel(
     qkv_ptr,  # [B, (H + 2 KV) * D] before norm and rotation
     q_weight_ptr,  # [D]
@@ -124,36 +124,13 @@ def _few_decodes_kernel(
                 k, v = load_rows(k_cache_ptr, v_cache_ptr, row, valid, D, BLOCK_D)
                 top, total, acc = attend(q, k, v, valid, scale, top, total, acc)
 
-        first_head = sequence * (KV * G) + kv_head * G
         own_head = tl.arange(0, BLOCK_G * REPEAT) // REPEAT
         stored = (own_head < G) & (tl.arange(0, BLOCK_G * REPEAT) % REPEAT == 0)
-        out_valid = stored[:, None] & lane_valid[None, :]
-        if active == 1:
-            out = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + (first_head + own_head)[:, None] * D + lane[None, :], out, mask=out_valid)
-        else:
-            part = (first_head + own_head) * splits + split
-            tl.store(partial_ptr + part[:, None] * D + lane[None, :], acc, mask=out_valid)
-            tl.store(stats_ptr + part * 2, top, mask=stored)
-            tl.store(stats_ptr + part * 2 + 1, total, mask=stored)
-            tl.debug_barrier()  # all threads' stores come before the release
-            counter_ptr = counters_ptr + sequence * KV + kv_head
-            arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
-            if arrived == active - 1:
-                tl.debug_barrier()
-                combine_splits(
-                    partial_ptr + first_head * splits * D,
-                    stats_ptr + first_head * splits * 2,
-                    out_ptr + first_head * D,
-                    active,
-                    splits,
-                    G,
-                    BLOCK_G,
-                    D,
-                    BLOCK_D,
-                    COMBINE,
-                )
-                tl.store(counter_ptr, 0)
+        finish_split(
+            top, total, acc, own_head, stored, out_ptr, partial_ptr, stats_ptr,
+            counters_ptr + sequence * KV + kv_head, sequence * (KV * G) + kv_head * G, split, splits, active,
+            G, BLOCK_G, D, BLOCK_D, COMBINE,
+        )  # fmt: skip
 
 
 def few_decodes_attention(

@@ -64,7 +64,10 @@ class KernelSet:
     def between_attentions(
         self, attended: Tensor, hidden: Tensor, products: LayerProducts
     ) -> tuple[Tensor, Tensor] | None:
-        """attended [T, Q], hidden [T, H] -> hidden and qkv of LayerProducts; None where that is done step by step."""
+        """attended [T, Q], hidden [T, H] -> hidden and qkv of LayerProducts; None where that is done step by step.
+
+        The memory of the given hidden may be overwritten with the new one.
+        """
         return None
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from nanoinfer.kernels.common import enter, pdl_options, wait_for_inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _rms_norm_kernel(
     x_ptr,  # [T, H], or [PARTS, T, H] with a residual
     residual_ptr,  # [T, H]
@@ -82,6 +82,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def sum_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """parts [P, T, H] and residual [T, H] summed, and the RMS norm of that: (normed, sum), both like the residual."""
     assert parts.is_contiguous()
+    assert parts.shape[1:] == residual.shape, (parts.shape, residual.shape)
     normed, total = torch.empty_like(residual), torch.empty_like(residual)
     _launch(parts, residual, weight, eps, normed, total)
     return normed, total

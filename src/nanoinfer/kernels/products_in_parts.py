@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels import activation, norm
+from nanoinfer.kernels.common import is_hopper
 from nanoinfer.kernels.layer_products import LayerProducts
 
 MIN_TOKENS, MAX_TOKENS = 192, 256  # where it was measured to gain, on an H200
@@ -18,13 +19,15 @@ NARROW = 2048  # hidden sizes up to here: the output projection gains too
 PARTS = 2
 
 
-def pays(tokens: int, products: LayerProducts) -> bool:
+def pays(hidden: Tensor, products: LayerProducts) -> bool:
+    """Whether this gains for hidden [T, H]; known for Hopper GPUs alone."""
     even = all(weight.shape[1] % (8 * PARTS) == 0 for weight in (products.o, products.down))
-    return MIN_TOKENS <= tokens <= MAX_TOKENS and even and products.o.dtype != torch.float32
+    fits = MIN_TOKENS <= len(hidden) <= MAX_TOKENS and even and hidden.dtype != torch.float32
+    return fits and is_hopper(hidden.device)
 
 
 def between_attentions(attended: Tensor, hidden: Tensor, products: LayerProducts) -> tuple[Tensor, Tensor]:
-    """As in `KernelSet`; the memory of hidden may be overwritten."""
+    """As in `KernelSet`."""
     if products.o.shape[0] <= NARROW:
         normed, hidden = norm.sum_rms_norm(in_parts(attended, products.o), hidden, products.norm, products.eps)
     else:

@@ -28,7 +28,10 @@ from nanoinfer.kernels.rows import DecodeInputs, RowState
 
 
 class TritonKernels(KernelSet):
-    """Norm before and residual after a product are part of it for few tokens; cuBLAS adds the residual itself."""
+    """For few tokens a product has its norm and residual in it; for many cuBLAS adds the residual itself.
+
+    Between them, for about 200 tokens, the next norm adds it (`products_in_parts`).
+    """
 
     name = "triton"
     reads_device_only = True
@@ -68,7 +71,7 @@ class TritonKernels(KernelSet):
         cuts = persistent_layer.chosen_cuts(len(hidden), products)
         if cuts:
             return persistent_layer.persistent_layer(attended, hidden, products, cuts)
-        if products_in_parts.pays(len(hidden), products):
+        if products_in_parts.pays(hidden, products):
             return products_in_parts.between_attentions(attended, hidden, products)
         return None
 

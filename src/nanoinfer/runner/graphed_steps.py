@@ -41,7 +41,7 @@ class Bucket(NamedTuple):
 class GraphedDecode:
     """One decode step of n sequences, in the graph of the next larger bucket; padding is the padding row at -1.
 
-    A step moves the positions on by one on the device. So as long as the same sequences decode, nothing is sent.
+    A step moves the positions on by one on the device, so while the same sequences decode, `_inputs` stays as it is.
     """
 
     def __init__(
