@@ -125,22 +125,26 @@ class Bench:
     def each_position(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
         """Free answers part for good where two tokens are nearly equal. So each position once more by itself.
 
-        Behind a prompt and the plain engine's answer up to there, one token by prefill and the next by a decode of 32.
+        Behind a prompt and the plain engine's answer up to there, one token by prefill and the next by a decode, of 32
+        and of more than 200 sequences.
         """
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         places = [
             (prompt, answer, i) for prompt, answer in zip(prompts, answers, strict=True) for i in range(MATCHES - 1)
         ]
-        with self.open(num_blocks=2000, max_num_seqs=32) as llm:
-            outputs = llm.generate([prompt + answer[:i] for prompt, answer, i in places], params)
-        pairs = [
-            (output.outputs[0].token_ids, answer[i : i + 2])
-            for output, (_, answer, i) in zip(outputs, places, strict=True)
-        ]
-        reached = [(ours, plain) for ours, plain in pairs if ours[0] == plain[0]]
-        self.emit(part="check", what="by prefill, equal to the plain engine's", equal=len(reached), of=len(pairs))
-        equal = sum(ours[1] == plain[1] for ours, plain in reached)
-        self.emit(part="check", what="by decode, equal to the plain engine's", equal=equal, of=len(reached))
+        for sequences in (32, 256):
+            asked = places * (1 if sequences == 32 else 2)
+            with self.open(num_blocks=4000, max_num_seqs=sequences) as llm:
+                outputs = llm.generate([prompt + answer[:i] for prompt, answer, i in asked], params)
+            pairs = [
+                (output.outputs[0].token_ids, answer[i : i + 2])
+                for output, (_, answer, i) in zip(outputs, asked, strict=True)
+            ]
+            reached = [(ours, plain) for ours, plain in pairs if ours[0] == plain[0]]
+            equal = sum(ours[1] == plain[1] for ours, plain in reached)
+            for how, count, of in (("prefill", len(reached), len(pairs)), ("decode", equal, len(reached))):
+                what = f"by {how}, up to {sequences} at once, equal to the plain engine's"
+                self.emit(part="check", what=what, equal=count, of=of)
 
     def bench256(self) -> None:
         with self.open(max_num_seqs=256) as llm:
